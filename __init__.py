@@ -58,7 +58,18 @@ __all__ = [
     "unshard",
 ]
 
-_FOLDERS = ("autotune", "bench", "comm", "examples", "integrations", "kernels", "kinds", "reference", "ring", "tools")
+_FOLDERS = (
+    "autotune",
+    "bench",
+    "comm",
+    "examples",
+    "integrations",
+    "kernels",
+    "validators",
+    "reference",
+    "ring",
+    "tools",
+)
 _RING = (
     "Documents Layout LayoutLike LocalAttention RectangleAttention Ring Session Supports checkpoint_policy merge "
     "positions register_backend ring_attention shard unshard"

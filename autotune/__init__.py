@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .rings import RingEntry, RingPoint, RingSetting, ring_settings, save_ring, shared_ring_settings
+    from .ring_table import RingEntry, RingPoint, RingSetting, ring_settings, save_ring, shared_ring_settings
     from .store import save
 
 __all__ = ["RingEntry", "RingPoint", "RingSetting", "ring_settings", "save", "save_ring", "shared_ring_settings"]
@@ -19,4 +19,4 @@ __all__ = ["RingEntry", "RingPoint", "RingSetting", "ring_settings", "save", "sa
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".store" if name == "save" else ".rings", __name__), name)
+    return getattr(import_module(".store" if name == "save" else ".ring_table", __name__), name)

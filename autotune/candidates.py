@@ -11,16 +11,16 @@ from pathlib import Path
 import triton
 
 from ..kernels import Tile
-from ..kernels.tables import Point, options_of
-from .bound import main_bound
-from .compile import OF_LAUNCHES, Sizes, Variant
+from ..kernels.tables import TuningPoint, tuned_options
+from .compile import LAUNCH_OPTIONS, CallSizes, KernelVariant
 from .gate import compile_variant
-from .pool import Failure, Pool
-from .space import schedules, tile_text
+from .loop_bound import main_bound
+from .pool import JobFailure, Pool
 from .store import Journal
+from .tile_space import tile_schedules, tile_text
 
 ROOT = Path(__file__).resolve().parents[1]
-UNIT = "percent of the tensor cores' peak"
+BOUND_UNIT = "percent of the tensor cores' peak"
 
 RANKING_ROLE = "middle"
 OTHER_ROLES = ("only", "first", "last")
@@ -30,15 +30,15 @@ Sides = tuple[int, int]
 """Tokens of the side that is split over programs, and of the side that each program loops over."""
 
 
-def job_of(
-    point: Point, tile: Tile, arch: int, heads: int, role: str = RANKING_ROLE, sides: Sides | None = None
-) -> Variant:
-    """Return the variant that launches ``tile`` on one sequence; ``sides`` defaults to the point's length twice."""
-    options = tuple((name, value) for name, value in options_of(tile).items() if name not in OF_LAUNCHES)
-    split, looped = sides or (point.length, point.length)
+def ranking_job(
+    point: TuningPoint, tile: Tile, arch: int, heads: int, role: str = RANKING_ROLE, side_lengths: Sides | None = None
+) -> KernelVariant:
+    """Return the variant that launches ``tile`` on one sequence; ``side_lengths`` defaults to the point's length twice."""
+    options = tuple((name, value) for name, value in tuned_options(tile).items() if name not in LAUNCH_OPTIONS)
+    split, looped = side_lengths or (point.length, point.length)
     queries, keys = (split, looped) if point.kernel in ("forward", "dq") else (looped, split)
-    sizes = Sizes(1, queries, keys, heads, heads // point.group)
-    return Variant(
+    sizes = CallSizes(1, queries, keys, heads, heads // point.group)
+    return KernelVariant(
         point.kernel, arch, point.dtype, point.head_dim, point.head_dim_v, tile, role, point.mask == "full",
         point.group > 1, options=options, sizes=sizes,
     )  # fmt: skip
@@ -56,17 +56,17 @@ class CompileResult:
     """Unit of ``bound``, and the hardware unit that limits it."""
 
 
-def compile_job(job: Variant) -> CompileResult:
+def compile_job(job: KernelVariant) -> CompileResult:
     """Compile a job and compute its bound; runs in a worker process without Triton's interpreter."""
     compiled, problems = compile_variant(job)
     if problems:
         return CompileResult(tuple(problems))
     best = main_bound(compiled)
     assert best is not None, "the gate requires a loop with matrix products"
-    return CompileResult((), round(best.percent, 2), f"{UNIT}, limited by {best.limiter}")
+    return CompileResult((), round(best.percent, 2), f"{BOUND_UNIT}, limited by {best.limiter}")
 
 
-def digest() -> str:
+def compile_digest() -> str:
     """Return a digest of everything that a compile result depends on: kernels, autotune and Triton's version."""
     sources = hashlib.sha256(triton.__version__.encode())
     for path in sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "autotune").glob("*.py")]):
@@ -74,21 +74,21 @@ def digest() -> str:
     return sources.hexdigest()[:16]
 
 
-Compiler = Callable[[Iterable[Variant]], Mapping[Variant, CompileResult]]
+Compiler = Callable[[Iterable[KernelVariant]], Mapping[KernelVariant, CompileResult]]
 """Function that compiles jobs."""
 
 
-class OutOfBudget(Exception):
+class BudgetSpentError(Exception):
     """Error if the time for compiling ends; the argument is the number of jobs that are left."""
 
 
 def compile_jobs(
-    jobs: Iterable[Variant],
+    jobs: Iterable[KernelVariant],
     journal: Journal,
     pool: Pool,
     progress: Callable[[int | None], None] = lambda batch: None,
-    left: Callable[[], float] = lambda: math.inf,
-) -> dict[Variant, CompileResult]:
+    seconds_left: Callable[[], float] = lambda: math.inf,
+) -> dict[KernelVariant, CompileResult]:
     """Compile jobs in worker processes, except those whose results are in the journal.
 
     Jobs with equal signatures are compiled once, and each new result is appended to the journal at once. ``pool`` runs
@@ -98,8 +98,8 @@ def compile_jobs(
         OutOfBudget: The time ended before all jobs were compiled.
     """
     results: dict[str, CompileResult] = {}
-    new: dict[str, Variant] = {}
-    keys: dict[Variant, str] = {}
+    new: dict[str, KernelVariant] = {}
+    keys: dict[KernelVariant, str] = {}
     for job in jobs:
         try:
             key = keys[job] = f"{job} | {hashlib.sha256(job.launch.signature.encode()).hexdigest()[:16]}"
@@ -114,20 +114,20 @@ def compile_jobs(
             new[key] = job
     progress(len(new))
 
-    def done(job: Variant, result: CompileResult | Failure) -> None:
+    def done(job: KernelVariant, result: CompileResult | JobFailure) -> None:
         key = keys[job]
-        results[key] = CompileResult((result.reason,)) if isinstance(result, Failure) else result
+        results[key] = CompileResult((result.reason,)) if isinstance(result, JobFailure) else result
         journal.put(key, asdict(results[key]))
         progress(None)
 
-    pool.run([*new.values()], done, left)
+    pool.run([*new.values()], done, seconds_left)
     if missing := sum(key not in results for key in new):
-        raise OutOfBudget(missing)
+        raise BudgetSpentError(missing)
     return {job: results[key] for job, key in keys.items()}
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedCandidates:
     """Candidates of a point that passed the gate, best first, and the reasons why others were dropped."""
 
     tiles: tuple[Tile, ...] = ()
@@ -137,26 +137,26 @@ class Ranked:
 
 
 def rank_candidates(
-    point: Point,
+    point: TuningPoint,
     arch: int,
     compiler: Compiler,
     tiles: Sequence[Tile],
     *,
     heads: int,
     count: int,
-    schedules_of: int = 0,
-) -> Ranked:
+    scheduled_tiles: int = 0,
+) -> RankedCandidates:
     """Compile candidates of a point, and keep the ``count`` best by bound that compile in every role.
 
-    For the ``schedules_of`` best tiles without options, also keep every other tile schedule.
+    For the ``scheduled_tiles`` best tiles without options, also keep every other tile schedule.
     """
 
     def sort_key(tile: Tile, result: CompileResult) -> tuple[float, int, str]:
         # of equal bounds prefer the deeper pipeline, then the name, so that the order is reproducible
         return -(result.bound or 0.0), -tile.num_stages, tile_text(tile)
 
-    def best_of(candidates: Sequence[Tile], count: int) -> Ranked:
-        jobs = {tile: job_of(point, tile, arch, heads) for tile in candidates}
+    def rank_tiles(candidates: Sequence[Tile], count: int) -> RankedCandidates:
+        jobs = {tile: ranking_job(point, tile, arch, heads) for tile in candidates}
         compiled = compiler(jobs.values())
         results = {tile: compiled[job] for tile, job in jobs.items()}
         dropped = {tile: result.problems[0] for tile, result in results.items() if result.problems}
@@ -165,17 +165,19 @@ def rank_candidates(
         queue = sorted(passed, key=lambda tile: sort_key(tile, passed[tile]))
         while batch := queue[: count - len(best)]:  # compile other roles only for as many tiles as needed
             del queue[: len(batch)]
-            roles = {tile: [job_of(point, tile, arch, heads, role) for role in OTHER_ROLES] for tile in batch}
+            roles = {tile: [ranking_job(point, tile, arch, heads, role) for role in OTHER_ROLES] for tile in batch}
             compiled = compiler(job for jobs in roles.values() for job in jobs)
             for tile in batch:
                 if failed := [compiled[job].problems[0] for job in roles[tile] if compiled[job].problems]:
                     dropped[tile] = failed[0]
                 else:
                     best.append(tile)
-        return Ranked(tuple(best), dropped, passed)
+        return RankedCandidates(tuple(best), dropped, passed)
 
-    first = best_of(tiles, count)
-    bases = [tile for tile in first.tiles if not options_of(tile)][:schedules_of]
-    others = [other for tile in bases for other in schedules(tile, point, arch)]
-    more = best_of(others, len(others))
-    return Ranked(first.tiles + more.tiles, {**first.dropped, **more.dropped}, {**first.results, **more.results})
+    first = rank_tiles(tiles, count)
+    bases = [tile for tile in first.tiles if not tuned_options(tile)][:scheduled_tiles]
+    others = [other for tile in bases for other in tile_schedules(tile, point, arch)]
+    more = rank_tiles(others, len(others))
+    return RankedCandidates(
+        first.tiles + more.tiles, {**first.dropped, **more.dropped}, {**first.results, **more.results}
+    )

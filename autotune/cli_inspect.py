@@ -41,14 +41,14 @@ def inspect(
     a block run in step, so that only another block can fill their gaps.
     """
     from ..bench.common.progress import progress
-    from ..bench.common.result import finish
-    from .compile import select
-    from .inspect import inspect_variants, result_of
+    from ..bench.common.result import finish_command
+    from .compile import parse_variants
+    from .inspect import inspect_result, inspect_variants
 
     try:
-        variants = [variant for spec in specs or DEFAULT for variant in select(spec)]
+        variants = [variant for spec in specs or DEFAULT for variant in parse_variants(spec)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with progress() as step:
         rows = inspect_variants(variants, step)
-    finish(result_of(rows, gate=gate), json, csv)
+    finish_command(inspect_result(rows, gate=gate), json, csv)

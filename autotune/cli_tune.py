@@ -14,8 +14,8 @@ from ..bench.common.flags import (
     check_folder,
     check_mode,
     check_needs,
-    device_name,
     dtype_name,
+    parse_device_kind,
     sizes,
 )
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 BUDGET = 300.0
 DEFAULT_ARCH = "sm_90"
-OF_RINGS = ("ring", "world", "on")
-MODEL = ("heads", "kv_heads", "head_dim", "value_dim", "dtype", "seqlen", "causal", "budget", "save_dir")
+RING_FLAGS = ("ring", "world", "on")
+MODEL_FLAGS = ("heads", "kv_heads", "head_dim", "value_dim", "dtype", "seqlen", "causal", "budget", "save_dir")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def run(
+def tune_command(
     context: typer.Context,
     heads: Annotated[int, typer.Option(min=1, help="Query heads on one GPU.")] = 32,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
@@ -83,38 +83,38 @@ def run(
     """
     check_needs(context, {"world": "ring", "on": "ring"})
     if ring:
-        check_mode(context, "with --ring", (*MODEL, *OF_RINGS))
+        check_mode(context, "with --ring", (*MODEL_FLAGS, *RING_FLAGS))
 
-    from ..bench.common.output import prints
+    from ..bench.common.output import is_printing_rank
     from ..bench.common.ranks import cores
-    from ..bench.common.result import finish
-    from ..kernels.tables import KERNELS, TUNED, user_folder
-    from .space import SHORT, Shape
+    from ..bench.common.result import finish_command
+    from ..kernels.tables import KERNELS, TUNED_KERNELS, user_table_folder
+    from .tile_space import SHORT_DTYPE_NAMES, ModelShape
 
-    if not ring and not prints():
+    if not ring and not is_printing_rank():
         return  # tuning needs one process, so under a launcher only rank 0 works
     try:
-        shape = Shape(heads, kv_heads or heads, head_dim, value_dim or head_dim, SHORT[dtype])
-        folder = save_dir or user_folder()
+        shape = ModelShape(heads, kv_heads or heads, head_dim, value_dim or head_dim, SHORT_DTYPE_NAMES[dtype])
+        folder = save_dir or user_table_folder()
         if folder is None:
             raise ValueError("--save-dir is not given, and this user has no home folder for a cache; pass --save-dir")
         folder = folder.absolute()
-        if prints():
+        if is_printing_rank():
             check_folder("--save-dir", folder)
         if ring:
-            from .ring_search import problems_of, tune_rings
+            from .ring_search import ring_problems, tune_rings
 
-            problems = problems_of(shape, seqlen, causal, device_name(on), world)
+            problems = ring_problems(shape, seqlen, causal, parse_device_kind(on), world)
             result = tune_rings(problems, budget or BUDGET, folder)
         else:
             from ..bench.common.progress import progress
             from .tune import TuneConfig, tune
 
-            gpu, device, mode = target(arch, compile_only)
-            names = tuple(kernels.split(",")) if kernels else KERNELS if tiles is not None else TUNED
+            gpu, device, mode = resolve_target(arch, compile_only)
+            names = tuple(kernels.split(",")) if kernels else KERNELS if tiles is not None else TUNED_KERNELS
             for name in names:
-                if name not in TUNED:
-                    raise ValueError(f"--kernels has {name!r}: it must be one of {', '.join(TUNED)}")
+                if name not in TUNED_KERNELS:
+                    raise ValueError(f"--kernels has {name!r}: it must be one of {', '.join(TUNED_KERNELS)}")
             seconds = budget or (BUDGET if device is not None else float("inf"))
             config = TuneConfig(shape, tuple(seqlen), causal, gpu, device, folder, seconds, names, tiles)
             if "-" not in (json, csv):
@@ -126,10 +126,10 @@ def run(
     except KeyboardInterrupt:
         typer.echo("interrupted; finished results are saved", err=True)
         raise typer.Exit(130) from None
-    finish(result, json, csv)
+    finish_command(result, json, csv)
 
 
-def target(arch: str | None, compile_only: bool) -> tuple[GpuSpec, torch.device | None, str]:
+def resolve_target(arch: str | None, compile_only: bool) -> tuple[GpuSpec, torch.device | None, str]:
     """Return the GPU to tune for, the device to measure on (None: only compile), and a description of that.
 
     Raises:
@@ -138,7 +138,7 @@ def target(arch: str | None, compile_only: bool) -> tuple[GpuSpec, torch.device 
     import torch
 
     from ..kernels.gpu import gpu_specs
-    from .space import gpu_for_arch
+    from .tile_space import gpu_for_arch
 
     named = None if arch is None else gpu_for_arch(arch)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None

@@ -1,6 +1,6 @@
 """Compilation of kernel launches for a GPU that need not be present.
 
-A :class:`Variant` describes one call of a kernel's host entry. The entry is called with tensors on the meta device
+A :class:`KernelVariant` describes one call of a kernel's host entry. The entry is called with tensors on the meta device
 (``kernels.target``), checks its arguments as usual, and passes its launch to a recorder. Triton then compiles the
 recorded launch with a stand-in driver that reports the wanted GPU. A real launch has the same key in Triton's cache.
 """
@@ -33,13 +33,13 @@ from ..kernels import (
 )
 from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS
 from ..kernels.bounds import BlockSparseIndex
-from ..kernels.config import LEAST_SIDE, config_for, single_pass_tile
+from ..kernels.compile_target import CompileTarget, compiling_for
+from ..kernels.config import MIN_TILE_SIDE, built_in_config, single_pass_tile
 from ..kernels.gpu import ARCHS, assumed_gpu
-from ..kernels.launch import COPY_ENGINE_ARCH, fills_boxes
+from ..kernels.launch import TMA_ARCH, is_tma_head_dim
 from ..kernels.quantize import SCALE_TOKENS, dequantize, num_warps, quantize, scale_shape
 from ..kernels.scores import PLAIN
-from ..kernels.tables import DTYPES, OPTIONS, SINGLE_PASS, Option, Options, options_of
-from ..kernels.target import Target, compiling_for
+from ..kernels.tables import DTYPES, SINGLE_PASS_KERNELS, TUNABLE_OPTIONS, OptionItems, OptionValue, tuned_options
 
 META = torch.device("meta")
 
@@ -47,7 +47,7 @@ META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     """Kernel launch that a host entry has requested."""
 
     kernel: Any
@@ -66,36 +66,36 @@ class Launch:
     @property
     def signature(self) -> str:
         """Text of all compiler inputs; launches with equal signatures share a binary."""
-        return f"{self.name} {_told(self.arguments)} {self.options}"
+        return f"{self.name} {_compiler_view(self.arguments)} {self.options}"
 
 
-def _told(value: object) -> str:
+def _compiler_view(value: object) -> str:
     """Return what Triton's compiler sees of an argument: for integers the width, and whether they are 1 or 16 n."""
     if isinstance(value, tuple):
-        return f"({' '.join(map(_told, value))})"
+        return f"({' '.join(map(_compiler_view, value))})"
     if isinstance(value, torch.Tensor):
         return str(value.dtype).removeprefix("torch.")
     if hasattr(value, "block_shape"):
-        return f"descriptor {_told(value.base)}{value.block_shape}"  # type: ignore[attr-defined]
+        return f"descriptor {_compiler_view(value.base)}{value.block_shape}"  # type: ignore[attr-defined]
     if isinstance(value, int) and not isinstance(value, bool):
         width = "i64" if abs(value) >= 2**31 else "i32"
         return "1" if value == 1 else f"{width}/16" if value % 16 == 0 else width
     return "float" if isinstance(value, float) else str(value)
 
 
-def launches(entry: Callable[..., object], arch: int, *call: Any, **named: Any) -> list[Launch]:
+def record_launches(entry: Callable[..., object], arch: int, *call: Any, **named: Any) -> list[RecordedLaunch]:
     """Return the launches of ``entry(*call, **named)`` on a GPU of ``arch``, with tensors on the meta device."""
-    recorded: list[Launch] = []
+    recorded: list[RecordedLaunch] = []
 
     def record(kernel: Any, grid: int, *arguments: Any, **options: Any) -> None:
-        recorded.append(Launch(kernel, grid, arguments, options))
+        recorded.append(RecordedLaunch(kernel, grid, arguments, options))
 
-    with compiling_for(Target(assumed_gpu(arch), record)):
+    with compiling_for(CompileTarget(assumed_gpu(arch), record)):
         entry(*call, **named)
     return recorded
 
 
-def compiled(launch: Launch, arch: int) -> Launch:
+def compile_launch(launch: RecordedLaunch, arch: int) -> RecordedLaunch:
     """Compile a launch, and return a copy with its binary.
 
     Raises:
@@ -149,7 +149,7 @@ ROLES = {
 FEATURES = ("softcap", "alibi", "dropout", "seqused_k", "block_sparse")
 """Optional features of a launch besides bounds."""
 
-ATTENTION = ("forward", "dq", "dkdv", *SINGLE_PASS)
+ATTENTION = ("forward", "dq", "dkdv", *SINGLE_PASS_KERNELS)
 FP8 = ("quantize", "dequantize")
 MEMORY_BOUND = (*FP8, "reduce", "delta")
 KERNELS = (*ATTENTION, *MEMORY_BOUND)
@@ -163,7 +163,7 @@ HOPPER = {
 BLOCK = 256  # block size of a block mask, a multiple of every tile side
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """Batch, tokens and heads of a call."""
 
     batch: int
@@ -173,13 +173,13 @@ class Sizes(NamedTuple):
     kv_heads: int
 
 
-GROUPED = Sizes(2, 4096, 4096, 256, 16)
-UNGROUPED = Sizes(2, 4096, 4096, 32, 32)
+GROUPED = CallSizes(2, 4096, 4096, 256, 16)
+UNGROUPED = CallSizes(2, 4096, 4096, 32, 32)
 """Sizes that are multiples of 16, as in most models, because Triton specialises kernels for them."""
 
 
 @dataclass(frozen=True)
-class Variant:
+class KernelVariant:
     """Parameters that select one binary of a kernel."""
 
     kernel: str  # one of KERNELS
@@ -192,8 +192,8 @@ class Variant:
     full: bool = False  # no bounds
     grouped: bool = True  # several query heads per key head
     features: tuple[str, ...] = ()  # enabled ones of FEATURES
-    options: Options = ()  # fields of KernelConfig, except tiles, that are not the default
-    sizes: Sizes | None = None
+    options: OptionItems = ()  # fields of KernelConfig, except tiles, that are not the default
+    sizes: CallSizes | None = None
 
     def __str__(self) -> str:
         dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
@@ -204,7 +204,7 @@ class Variant:
         return " ".join([word, f"sm_{self.arch}", self.dtype, dims, tile, *flags, *options])
 
     @property
-    def _word(self) -> tuple[str, Options]:
+    def _word(self) -> tuple[str, OptionItems]:
         """Name of the kernel in texts, and the options that the name implies."""
         for word, (_, own) in HOPPER.items():
             if {*own} <= {*self.options}:
@@ -214,80 +214,89 @@ class Variant:
     @property
     def function(self) -> str:
         word, _ = self._word
-        return f"{'single_pass' if word in SINGLE_PASS else word}_kernel"
+        return f"{'single_pass' if word in SINGLE_PASS_KERNELS else word}_kernel"
 
     @property
-    def launch(self) -> Launch:
+    def launch(self) -> RecordedLaunch:
         """Launch of this variant.
 
         Raises:
             ValueError: The host entry rejects the variant or launches another kernel.
         """
-        recorded = launches(call, self.arch, self)
+        recorded = record_launches(call_entry, self.arch, self)
         for launch in recorded:
             if launch.name == self.function:
                 return launch
         raise ValueError(f"{self} is launched as {', '.join(it.name for it in recorded)}, not as {self.function}")
 
 
-def config_of(kernel: str, tile: Tile, options: Options = ()) -> KernelConfig:
+def kernel_config(kernel: str, tile: Tile, options: OptionItems = ()) -> KernelConfig:
     """Return the config with which a launch of ``kernel`` uses ``tile``, including the tile's own options."""
-    fields: dict[str, Any] = options_of(tile) | dict(options)
-    if kernel in SINGLE_PASS:
+    fields: dict[str, Any] = tuned_options(tile) | dict(options)
+    if kernel in SINGLE_PASS_KERNELS:
         fields = {"backward": kernel, "single_pass": tile} | fields
     return KernelConfig(tile, tile, tile, **fields)
 
 
-Make = Callable[..., torch.Tensor]
+TensorFactory = Callable[..., torch.Tensor]
 """Factory of tensors, called with a name, a shape and a dtype."""
 
 
-def empty(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def empty_tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return an empty contiguous tensor on the meta device; ``name`` has no effect."""
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def call(variant: Variant, make: Make = empty, bounds: Bounds | None = None) -> Any:
+def call_entry(variant: KernelVariant, make_tensor: TensorFactory = empty_tensor, bounds: Bounds | None = None) -> Any:
     """Call the host entry of a variant, and return its result; ``bounds`` replaces the variant's own bounds."""
     batch, queries, keys, heads, kv_heads = variant.sizes or (GROUPED if variant.grouped else UNGROUPED)
     role, dtype, kernel = ROLES[variant.role], DTYPES[variant.dtype], variant.kernel
     dim, dim_v = variant.head_dim, variant.head_dim_v
     out_dtype = dtype if role.final else torch.float32
-    q, k = make("q", batch, queries, heads, dim, dtype=dtype), make("k", batch, keys, kv_heads, dim, dtype=dtype)
-    v, dout = make("v", batch, keys, kv_heads, dim_v, dtype=dtype), make("dout", *q.shape[:3], dim_v, dtype=dtype)
-    lse = make("lse", batch, heads, queries)
+    q, k = (
+        make_tensor("q", batch, queries, heads, dim, dtype=dtype),
+        make_tensor("k", batch, keys, kv_heads, dim, dtype=dtype),
+    )
+    v, dout = (
+        make_tensor("v", batch, keys, kv_heads, dim_v, dtype=dtype),
+        make_tensor("dout", *q.shape[:3], dim_v, dtype=dtype),
+    )
+    lse = make_tensor("lse", batch, heads, queries)
     if kernel in FP8:
         codes = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=META)
-        scale = make("scale", *scale_shape(tuple(q.shape)))
+        scale = make_tensor("scale", *scale_shape(tuple(q.shape)))
         return quantize(q, codes, scale) if kernel == "quantize" else dequantize(codes, scale, q)
     if kernel == "delta":
-        return attention_delta(dout, make("out", *dout.shape, dtype=dtype), make("dlse", *lse.shape))
+        return attention_delta(dout, make_tensor("out", *dout.shape, dtype=dtype), make_tensor("dlse", *lse.shape))
     options = variant.options or ((("dkdv_splits", 2),) if kernel == "reduce" else ())
     shared: dict[str, Any] = {
-        "config": config_of(kernel, variant.tile, options),
-        "bounds": bounds_of(variant, queries, keys, batch) if bounds is None else bounds,
-        "scores": scores_of(variant.features, queries, keys, heads),
+        "config": kernel_config(kernel, variant.tile, options),
+        "bounds": variant_bounds(variant, queries, keys, batch) if bounds is None else bounds,
+        "scores": feature_scores(variant.features, queries, keys, heads),
     }
     if kernel == "forward":
-        state = (make("state", *dout.shape), lse) if role.carried else None
+        state = (make_tensor("state", *dout.shape), lse) if role.carried else None
         return attention_forward(q, k, v, state=state, final=role.final, **shared)
-    inputs = dout, q, k, v, lse, make("delta", *lse.shape)
+    inputs = dout, q, k, v, lse, make_tensor("delta", *lse.shape)
     if kernel == "dq":
-        accum = make("dq_in", *q.shape) if role.carried else None
-        out = accum if role.in_place else make("dq_out", *q.shape, dtype=out_dtype)
+        accum = make_tensor("dq_in", *q.shape) if role.carried else None
+        out = accum if role.in_place else make_tensor("dq_out", *q.shape, dtype=out_dtype)
         return attention_dq(*inputs, accum=accum, out=out, **shared)
-    pair = (make("dk_in", *k.shape), make("dv_in", *v.shape)) if role.carried else None
+    pair = (make_tensor("dk_in", *k.shape), make_tensor("dv_in", *v.shape)) if role.carried else None
     shared["accum"] = shared["out"] = pair
     if not role.in_place:
-        shared["out"] = make("dk_out", *k.shape, dtype=out_dtype), make("dv_out", *v.shape, dtype=out_dtype)
-    if kernel in SINGLE_PASS:
-        return attention_gradients(*inputs, dq=make("dq", *q.shape), **shared)
+        shared["out"] = (
+            make_tensor("dk_out", *k.shape, dtype=out_dtype),
+            make_tensor("dv_out", *v.shape, dtype=out_dtype),
+        )
+    if kernel in SINGLE_PASS_KERNELS:
+        return attention_gradients(*inputs, dq=make_tensor("dq", *q.shape), **shared)
     return attention_dkdv(*inputs, **shared)
 
 
-def bounds_of(variant: Variant, queries: int, keys: int, batch: int) -> Bounds:
-    lo, hi = (None if variant.full else empty(name, queries, dtype=torch.int32) for name in ("lo", "hi"))
-    seqused_k = empty("seqused_k", batch, dtype=torch.int32) if "seqused_k" in variant.features else None
+def variant_bounds(variant: KernelVariant, queries: int, keys: int, batch: int) -> Bounds:
+    lo, hi = (None if variant.full else empty_tensor(name, queries, dtype=torch.int32) for name in ("lo", "hi"))
+    seqused_k = empty_tensor("seqused_k", batch, dtype=torch.int32) if "seqused_k" in variant.features else None
     sparse = None
     if "block_sparse" in variant.features:
         blocks = (-(-length // BLOCK) for length in (queries, keys))
@@ -295,27 +304,30 @@ def bounds_of(variant: Variant, queries: int, keys: int, batch: int) -> Bounds:
     return FULL if (lo, seqused_k, sparse) == (None,) * 3 else Bounds(lo, hi, seqused_k, sparse)
 
 
-def scores_of(features: Sequence[str], queries: int, keys: int, heads: int) -> Scores:
+def feature_scores(features: Sequence[str], queries: int, keys: int, heads: int) -> Scores:
     if not {"softcap", "alibi", "dropout"} & {*features}:
         return PLAIN
     return Scores(
         softcap=30.0 if "softcap" in features else 0.0,
-        alibi_slopes=empty("slopes", heads) if "alibi" in features else None,
+        alibi_slopes=empty_tensor("slopes", heads) if "alibi" in features else None,
         dropout_p=0.25 if "dropout" in features else 0.0,
-        q_positions=empty("q_positions", queries, dtype=torch.int32),
-        k_positions=empty("k_positions", keys, dtype=torch.int32),
+        q_positions=empty_tensor("q_positions", queries, dtype=torch.int32),
+        k_positions=empty_tensor("k_positions", keys, dtype=torch.int32),
     )
 
 
 # variants by name
 
-OF_GROUPS = ("pack_gqa", "dkdv_splits")
+GROUPED_OPTIONS = ("pack_gqa", "dkdv_splits")
 """Options for grouped heads (GQA) only."""
 
-OF_LAUNCHES = ("sm_margin",)
+LAUNCH_OPTIONS = ("sm_margin",)
 """Options that do not change the compiled binary."""
 
-COMPILED: dict[str, dict[str, Sequence[Option]]] = {**OPTIONS, "single_pass": {"backward": ("hopper",)}}
+COMPILED_OPTIONS: dict[str, dict[str, Sequence[OptionValue]]] = {
+    **TUNABLE_OPTIONS,
+    "single_pass": {"backward": ("hopper",)},
+}
 """Options of each kernel with their values. ``backward=hopper`` is not tuned, so tables do not contain it."""
 
 DEFAULTS: dict[str, object] = {field.name: field.default for field in fields(KernelConfig)}
@@ -325,7 +337,7 @@ MASKS, HEADS = ("full", "bounded"), ("gqa", "mha")
 TILE = "QxKxWARPSxSTAGES"
 
 
-def select(spec: str) -> list[Variant]:
+def parse_variants(spec: str) -> list[KernelVariant]:
     """Return the variants that match ``arch:dtype:D[/Dv][:word …]``, such as ``90:bf16:128:middle:dq:order=longest``.
 
     A word is a role, a kernel, ``hopper``, ``hopper_backward``, a feature, ``full``, ``bounded``, ``gqa`` or ``mha``. A
@@ -338,17 +350,17 @@ def select(spec: str) -> list[Variant]:
     Raises:
         ValueError: A word is unknown, or no variant matches all words.
     """
-    arch, dtype, dims, words = _parsed(spec)
+    arch, dtype, dims, words = _parse_spec(spec)
     plain = [word for word in words if "=" not in word]
-    options = options_of_words([word for word in words if "=" in word])
+    options = parse_options([word for word in words if "=" in word])
     features = tuple(word for word in plain if word in FEATURES)
     tiles = [word for word in plain if word[:1].isdecimal()]
-    tile = tile_of(tiles[-1]) if tiles else None
+    tile = parse_tile_word(tiles[-1]) if tiles else None
     own_tile = hopper_tile(dims[0]) if tile is None and ("backward", "hopper") in options else tile
     required = {*plain} - {*features, *tiles}
-    selected: list[Variant] = []
+    selected: list[KernelVariant] = []
     reasons: list[str] = []
-    for variant in launchable(arch, dtype, *dims, own_tile):
+    for variant in default_variants(arch, dtype, *dims, own_tile):
         flags = {
             variant.role,
             variant.kernel,
@@ -359,7 +371,7 @@ def select(spec: str) -> list[Variant]:
             continue
         if variant.kernel in MEMORY_BOUND or variant.options:  # these accept no further words
             selected += [] if options or features or tile else [variant]
-        elif (reason := lacking(variant, options)) is None:
+        elif (reason := unsupported_option(variant, options)) is None:
             selected.append(replace(variant, features=features, options=options))
         else:
             reasons.append(reason)
@@ -369,7 +381,7 @@ def select(spec: str) -> list[Variant]:
     return selected
 
 
-def _parsed(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
+def _parse_spec(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
     arch, dtype, dims, *words = [*spec.split(":"), "", ""] if spec.count(":") < 2 else spec.split(":")
     arch, parts = arch.removeprefix("sm_"), dims.split("/")
     if not (arch.isdecimal() and len(parts) <= 2 and all(dim.isdecimal() and 1 <= int(dim) <= 256 for dim in parts)):
@@ -392,7 +404,7 @@ def _parsed(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
     return int(arch), dtype, (int(parts[0]), int(parts[-1])), words
 
 
-def tile_of(word: str) -> Tile:
+def parse_tile_word(word: str) -> Tile:
     """Parse ``128x64x8x2``: queries, keys, warps and pipeline stages."""
     parts = word.split("x")
     if len(parts) != 4 or not all(part.isdecimal() for part in parts):
@@ -400,22 +412,22 @@ def tile_of(word: str) -> Tile:
     return Tile(*map(int, parts))
 
 
-def lacking(variant: Variant, options: Options) -> str | None:
+def unsupported_option(variant: KernelVariant, options: OptionItems) -> str | None:
     """Return the reason why a variant does not support one of the options, or None."""
     for name, value in options:
         option = f"option is {name}={value}"
-        if name not in COMPILED.get(variant.kernel, {}):
-            kernels = [kernel for kernel, its_options in COMPILED.items() if name in its_options]
+        if name not in COMPILED_OPTIONS.get(variant.kernel, {}):
+            kernels = [kernel for kernel, its_options in COMPILED_OPTIONS.items() if name in its_options]
             return f"{option}: it is an option of {', '.join(kernels)}, not of {variant.kernel}"
-        if name in OF_GROUPS and not variant.grouped:
+        if name in GROUPED_OPTIONS and not variant.grouped:
             return f"{option}: it needs several query heads per key head, gqa"
-        has_boxes = variant.arch >= COPY_ENGINE_ARCH and all(map(fills_boxes, (variant.head_dim, variant.head_dim_v)))
+        has_boxes = variant.arch >= TMA_ARCH and all(map(is_tma_head_dim, (variant.head_dim, variant.head_dim_v)))
         if name == "dkdv_epilogue" and not has_boxes:
-            return f"{option}: it needs sm_{COPY_ENGINE_ARCH} or higher, and power-of-two head dims from {LEAST_SIDE}"
+            return f"{option}: it needs sm_{TMA_ARCH} or higher, and power-of-two head dims from {MIN_TILE_SIDE}"
     return None
 
 
-def options_of_words(words: Sequence[str]) -> Options:
+def parse_options(words: Sequence[str]) -> OptionItems:
     """Parse words such as ``order=longest`` and ``pack_gqa=True`` to sorted options, without defaults.
 
     Raises:
@@ -423,11 +435,11 @@ def options_of_words(words: Sequence[str]) -> Options:
     """
     values = {
         name: allowed
-        for kernel_options in COMPILED.values()
+        for kernel_options in COMPILED_OPTIONS.values()
         for name, allowed in kernel_options.items()
-        if name not in OF_LAUNCHES
+        if name not in LAUNCH_OPTIONS
     }
-    options: dict[str, Option] = {}
+    options: dict[str, OptionValue] = {}
     for word in words:
         name, _, text = word.partition("=")
         if name not in values:
@@ -442,37 +454,39 @@ def options_of_words(words: Sequence[str]) -> Options:
     return tuple(sorted(options.items()))
 
 
-def launchable(arch: int, dtype: str, head_dim: int, dim_v: int, tile: Tile | None) -> Iterator[Variant]:
+def default_variants(arch: int, dtype: str, head_dim: int, dim_v: int, tile: Tile | None) -> Iterator[KernelVariant]:
     """Yield every variant that the default config, or ``tile``, can launch.
 
     The variants are all combinations of kernels, roles, bounds and GQA, split dK/dV of grouped heads with its
     reduction, and the memory-bound kernels.
     """
     for kernel, role, full, grouped in product(ATTENTION, ROLES, (False, True), (False, True)):
-        if (kernel_tile := tile or default_tile(kernel, arch, dtype, max(head_dim, dim_v))) is not None:
-            yield Variant(kernel, arch, dtype, head_dim, dim_v, kernel_tile, role, full, grouped)
-    dkdv = default_tile("dkdv", arch, dtype, max(head_dim, dim_v))
+        if (kernel_tile := tile or builtin_tile(kernel, arch, dtype, max(head_dim, dim_v))) is not None:
+            yield KernelVariant(kernel, arch, dtype, head_dim, dim_v, kernel_tile, role, full, grouped)
+    dkdv = builtin_tile("dkdv", arch, dtype, max(head_dim, dim_v))
     assert dkdv is not None
     for role, full in product(ROLES, (False, True)):
-        yield Variant("dkdv", arch, dtype, head_dim, dim_v, tile or dkdv, role, full, options=(("dkdv_splits", 2),))
+        yield KernelVariant(
+            "dkdv", arch, dtype, head_dim, dim_v, tile or dkdv, role, full, options=(("dkdv_splits", 2),)
+        )
         reduce_tile = replace(dkdv, num_warps=REDUCE_WARPS, num_stages=1)
-        yield Variant("reduce", arch, dtype, head_dim, dim_v, reduce_tile, role, full)
+        yield KernelVariant("reduce", arch, dtype, head_dim, dim_v, reduce_tile, role, full)
     delta_tile = Tile(DELTA_BLOCK, DELTA_BLOCK, 4, 1)
-    yield Variant("delta", arch, dtype, head_dim, dim_v, delta_tile, "only", full=True, grouped=False)
+    yield KernelVariant("delta", arch, dtype, head_dim, dim_v, delta_tile, "only", full=True, grouped=False)
     for kernel, dim in product(FP8, dict.fromkeys((head_dim, dim_v))):
         fp8_tile = Tile(SCALE_TOKENS, SCALE_TOKENS, num_warps(dim), 1)
-        yield Variant(kernel, arch, dtype, dim, dim, fp8_tile, "only", full=True, grouped=False)
+        yield KernelVariant(kernel, arch, dtype, dim, dim, fp8_tile, "only", full=True, grouped=False)
 
 
-def default_tile(kernel: str, arch: int, dtype: str, head_dim: int) -> Tile | None:
+def builtin_tile(kernel: str, arch: int, dtype: str, head_dim: int) -> Tile | None:
     """Return the built-in tile of an attention kernel at the larger head dim, or None if no tile fits."""
-    if kernel in SINGLE_PASS:
+    if kernel in SINGLE_PASS_KERNELS:
         return single_pass_tile(arch, DTYPES[dtype], head_dim)
-    tile: Tile = getattr(config_for(arch, DTYPES[dtype], head_dim), kernel)
+    tile: Tile = getattr(built_in_config(arch, DTYPES[dtype], head_dim), kernel)
     return tile
 
 
 def hopper_tile(head_dim: int) -> Tile:
     """Return the tile of the Hopper backward; for an unsupported head dim any tile, so that the launch raises."""
-    supported = hopper_backward_launch.HEAD_DIMS
-    return hopper_backward_launch.default_tile(head_dim if head_dim in supported else supported[-1])
+    supported = hopper_backward_launch.BACKWARD_HEAD_DIMS
+    return hopper_backward_launch.default_backward_tile(head_dim if head_dim in supported else supported[-1])

@@ -15,13 +15,13 @@ import triton
 
 from ..kernels import hopper_backward_launch
 from ..kernels.gpu import TENSOR_MEMORY_COLUMNS, shared_limit
-from ..kernels.hopper.steps import CONSUMERS, ROWS
-from .compile import MEMORY_BOUND, Launch, Variant, compiled
+from ..kernels.hopper.step_order import CONSUMER_ROWS, CONSUMERS
+from .compile import MEMORY_BOUND, KernelVariant, RecordedLaunch, compile_launch
 from .sass import Loop, matrix_loops
 
 CLEAN_HEAD_DIM = 128
-WAITS = "single_pass_deterministic"
-MOST_LOCAL = 16
+TURN_TAKING_KERNEL = "single_pass_deterministic"
+MAX_LOCAL_OPS = 16
 """Spill instructions that a loop of the deterministic single pass may have; its default tiles have up to 6."""
 
 WARPGROUP = 128
@@ -29,7 +29,7 @@ WARPGROUP = 128
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledKernel:
     """Resources and main loops of a compiled kernel."""
 
     registers: int
@@ -37,14 +37,14 @@ class Compiled:
     shared: int  # bytes
     tensor_memory: int  # columns, on sm_100
     loops: tuple[Loop, ...]
-    flushes: bool = False  # some instruction flushes fp32 subnormals to zero
+    flushes_subnormals: bool = False  # some instruction flushes fp32 subnormals to zero
     arch: int = 0  # compute capability without the dot
     threads: int = 0  # per block
     partitions: int = 1  # warp-specialised partitions of a block that each run their own main loop
     loop_threads: int = 0  # threads of one partition; 0: all threads of the block
 
 
-def problems(variant: Variant, compiled: Compiled) -> list[str]:
+def gate_problems(variant: KernelVariant, compiled: CompiledKernel) -> list[str]:
     """Return the reasons why a binary cannot launch or is slow; the list is empty if the binary passes the gate.
 
     - Every variant must fit the GPU's shared memory and tensor memory.
@@ -62,42 +62,42 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
         failures.append(f"{compiled.tensor_memory} columns of tensor memory, the GPU has {TENSOR_MEMORY_COLUMNS}")
     if variant.kernel in MEMORY_BOUND:
         spills = [f"{compiled.stack} bytes of local memory"] if compiled.stack else []
-        return [*failures, *spills, *(["subnormal numbers are flushed to zero"] if compiled.flushes else [])]
+        return [*failures, *spills, *(["subnormal numbers are flushed to zero"] if compiled.flushes_subnormals else [])]
     if not compiled.loops:
         failures.append("no loop with matrix instructions")
     must_be_clean = variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM
     if must_be_clean and not variant.features:
         is_persistent_dkdv = variant.kernel == "dkdv" and dict(variant.options).get("persistent")
-        max_local = MOST_LOCAL if variant.kernel == WAITS or is_persistent_dkdv else 0
+        max_local = MAX_LOCAL_OPS if variant.kernel == TURN_TAKING_KERNEL or is_persistent_dkdv else 0
         failures += [
             f"{loop.local} local-memory instructions in a loop" for loop in compiled.loops if loop.local > max_local
         ]
-        failures += ["serialised wgmma in a loop" for loop in compiled.loops if loop.serialised]
+        failures += ["serialised wgmma in a loop" for loop in compiled.loops if loop.is_serialised]
     return failures
 
 
-def compile_variant(variant: Variant) -> tuple[Compiled, list[str]]:
+def compile_variant(variant: KernelVariant) -> tuple[CompiledKernel, list[str]]:
     """Compile the launch of a variant, and return the compiled kernel with its problems.
 
     Raises:
         ValueError: There is no kernel for this variant, or kernels are interpreted.
         RuntimeError: Triton or ptxas rejects the kernel.
     """
-    launch = compiled(variant.launch, variant.arch)
+    launch = compile_launch(variant.launch, variant.arch)
     result = read_compiled(launch, variant.arch)
-    return result, problems(variant, result) + hopper_problems(variant, result, launch.binary.asm["ptx"])
+    return result, gate_problems(variant, result) + hopper_problems(variant, result, launch.binary.asm["ptx"])
 
 
-def read_compiled(launch: Launch, arch: int) -> Compiled:
+def read_compiled(launch: RecordedLaunch, arch: int) -> CompiledKernel:
     """Read resources and main loops from the binary of a launch."""
     kernel = launch.binary
-    usage = read_with("cuobjdump", "-res-usage", cubin=kernel.asm["cubin"])
-    listing = read_with("nvdisasm", "-c", "-ndf", cubin=kernel.asm["cubin"])
+    usage = run_binary_tool("cuobjdump", "-res-usage", cubin=kernel.asm["cubin"])
+    listing = run_binary_tool("nvdisasm", "-c", "-ndf", cubin=kernel.asm["cubin"])
     registers, stack = (int(_match(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     specialised: dict[str, int] = {}
     if launch.name in ("hopper_kernel", "hopper_backward_kernel"):
         specialised = {"partitions": CONSUMERS, "loop_threads": WARPGROUP}
-    return Compiled(
+    return CompiledKernel(
         registers,
         stack,
         kernel.metadata.shared,
@@ -105,12 +105,12 @@ def read_compiled(launch: Launch, arch: int) -> Compiled:
         tuple(matrix_loops(listing)),
         ".ftz" in kernel.asm["ptx"],
         arch,
-        threads_of(kernel.asm["ptx"]),
+        required_threads(kernel.asm["ptx"]),
         **specialised,
     )
 
 
-def threads_of(ptx: str) -> int:
+def required_threads(ptx: str) -> int:
     return int(_match(r"\.(?:reqntid|maxntid) (\d+)", ptx)[1])
 
 
@@ -120,7 +120,7 @@ def _match(pattern: str, text: str) -> re.Match[str]:
     return match
 
 
-def read_with(tool: str, *flags: str, cubin: bytes) -> str:
+def run_binary_tool(tool: str, *flags: str, cubin: bytes) -> str:
     """Return the output of a tool from Triton's wheel for a binary."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -133,8 +133,8 @@ def read_with(tool: str, *flags: str, cubin: bytes) -> str:
 # additional checks of the Hopper kernels
 
 
-def hopper_problems(variant: Variant, compiled: Compiled, ptx: str) -> list[str]:
-    """Return the problems of a Hopper kernel beyond those of :func:`problems`; empty for other kernels.
+def hopper_problems(variant: KernelVariant, compiled: CompiledKernel, ptx: str) -> list[str]:
+    """Return the problems of a Hopper kernel beyond those of :func:`gate_problems`; empty for other kernels.
 
     The speed of the forward depends on the position of the exponentials. They must run between the wait for the scores
     and the wait for the product with V, so that they overlap with that product.
@@ -148,21 +148,21 @@ def hopper_problems(variant: Variant, compiled: Compiled, ptx: str) -> list[str]
     # one wgmma has a depth of 16
     if is_forward:
         expected = (variant.head_dim + variant.tile.block_k) // 16
-        # `problems` tolerates spills above head dim 128, but the Hopper forward has none
+        # `gate_problems` tolerates spills above head dim 128, but the Hopper forward has none
         failures += [f"{loop.local} local-memory instructions in a main loop" for loop in compiled.loops if loop.local]
-        failures += ["serialised wgmma in a main loop" for loop in compiled.loops if loop.serialised]
+        failures += ["serialised wgmma in a main loop" for loop in compiled.loops if loop.is_serialised]
         listing = "\n".join(line for loop in compiled.loops for line in loop.lines)
-        failures += order_problems(listing, loops, variant.tile.block_k) + handing_problems(ptx)
+        failures += order_problems(listing, loops, variant.tile.block_k) + handoff_problems(ptx)
     else:  # S and dP over the head dim, dV and dK over the queries, dQ over the keys
-        expected = 2 * (variant.head_dim + variant.tile.block_q) // 16 + CONSUMERS * ROWS // 16
-        shared = hopper_backward_launch.shared_bytes(variant.head_dim, variant.tile)
+        expected = 2 * (variant.head_dim + variant.tile.block_q) // 16 + CONSUMERS * CONSUMER_ROWS // 16
+        shared = hopper_backward_launch.backward_shared_bytes(variant.head_dim, variant.tile)
         if not 0 <= compiled.shared - shared <= 1024:
             failures.append(
                 f"{compiled.shared} bytes of shared memory, the launch expects {shared} and up to 1024 for barriers"
             )
         failures += [] if "cp.reduce.async.bulk.tensor.4d" in ptx else ["dQ is not added by the copy engine"]
         # a partition of one warp uses bar.warp.sync as its barrier
-        failures += handing_problems(ptx.replace("bar.warp.sync", "bar.sync")) + unfenced(ptx)
+        failures += handoff_problems(ptx.replace("bar.warp.sync", "bar.sync")) + unfenced_stores(ptx)
     return failures + [
         f"{loop.matrix} products in a loop, expected {expected}" for loop in compiled.loops if loop.matrix != expected
     ]
@@ -182,12 +182,12 @@ def order_problems(listing: str, loops: int, block_k: int) -> list[str]:
         under, _, after = part.partition("WARPGROUP.DEPBAR.LE gsb0, 0x0")
         rest = re.split(r"HGMMA|\bBRA\b", after)[0]  # up to the next product or the end of the loop body
         hidden, late = under.count("MUFU.EX2"), rest.count("MUFU.EX2")
-        if hidden < ROWS * block_k // WARPGROUP:
+        if hidden < CONSUMER_ROWS * block_k // WARPGROUP:
             failures.append(f"{hidden} of {hidden + late} exponentials run under the product with V")
     return failures
 
 
-def handing_problems(ptx: str) -> list[str]:
+def handoff_problems(ptx: str) -> list[str]:
     """Return problems with TMA loads, with the register split of setmaxnreg, and with the release of slots."""
     registers = {int(number) for number in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
     failures = [] if "cp.async.bulk.tensor.4d" in ptx else ["no TMA loads"]
@@ -199,7 +199,7 @@ def handing_problems(ptx: str) -> list[str]:
     return failures if all(arrivals) else [*failures, "a slot is released before all warps have finished with it"]
 
 
-def unfenced(ptx: str) -> list[str]:
+def unfenced_stores(ptx: str) -> list[str]:
     """Return shared-memory stores that the async proxy may read without a fence (PTX ISA, "Async proxy").
 
     dS is stored with stmatrix before an arrival, and a part of dQ with st.shared before its cp.reduce.

@@ -8,36 +8,40 @@ from typing import Any
 import triton
 
 from ..bench.common.result import Result, Row
-from .bound import TENSOR, blocks_of, bounds_of, main_bound
-from .compile import Variant
-from .gate import Compiled, compile_variant
+from .compile import KernelVariant
+from .gate import CompiledKernel, compile_variant
+from .loop_bound import TENSOR, blocks_per_sm, loop_bounds, main_bound
 
-SELECTED = ("kernel", "arch", "dtype", "head_dim", "head_dim_v", "role", "full", "grouped", "features")
+VARIANT_COLUMNS = ("kernel", "arch", "dtype", "head_dim", "head_dim_v", "role", "full", "grouped", "features")
 """Fields that select a variant, besides the tile and its options."""
 
-FIGURES = {
+FIGURE_UNITS = {
     "bound": "%", "regs": "", "spills": "", "blocks": "", "limiter": "", "shared": "B", "ceiling": "%", "stack": "B",
     "threads": "", "instructions": "", "matrix": "", "exponentials": "", "products": "clocks",
 }  # fmt: skip
 """Columns and their units. Blocks are per SM; spills, instructions and products are of the main loop."""
 
-UNITS = {"bound": "%", "variant": ""} | FIGURES | dict.fromkeys(("problems", "loops", *SELECTED, "options", "tile"), "")
+UNITS = (
+    {"bound": "%", "variant": ""}
+    | FIGURE_UNITS
+    | dict.fromkeys(("problems", "loops", *VARIANT_COLUMNS, "options", "tile"), "")
+)
 
 
-def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dict[str, Any]:
+def variant_row(variant: KernelVariant, compiled: CompiledKernel, problems: Sequence[str]) -> dict[str, Any]:
     """Return the row of a variant with the ``problems`` of the gate; loop figures are None without a main loop."""
-    main, blocks, tile = main_bound(compiled), blocks_of(compiled), variant.tile
+    main, blocks, tile = main_bound(compiled), blocks_per_sm(compiled), variant.tile
     row: dict[str, Any] = {
         "variant": str(variant),
-        **dict.fromkeys(FIGURES),
+        **dict.fromkeys(FIGURE_UNITS),
         "regs": compiled.registers,  # per thread
         "stack": compiled.stack,
         "shared": compiled.shared,
         "threads": compiled.threads,
         "blocks": blocks,
         "problems": "; ".join(problems),
-        "loops": " ".join(str(bound.loop.matrix) for bound in bounds_of(compiled)),  # matrix instructions per loop
-        **{name: getattr(variant, name) for name in SELECTED},
+        "loops": " ".join(str(bound.loop.matrix) for bound in loop_bounds(compiled)),  # matrix instructions per loop
+        **{name: getattr(variant, name) for name in VARIANT_COLUMNS},
         "arch": f"sm_{variant.arch}",
         "features": " ".join(variant.features),
         "options": " ".join(f"{name}={value}" for name, value in variant.options),
@@ -55,16 +59,18 @@ def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dic
     return row
 
 
-def inspect_variant(variant: Variant) -> dict[str, Any]:
+def inspect_variant(variant: KernelVariant) -> dict[str, Any]:
     """Compile a variant and return its row; if that fails, ``problems`` has the reason."""
     try:
-        return row_of(variant, *compile_variant(variant))
+        return variant_row(variant, *compile_variant(variant))
     except Exception as error:  # a failure is a result, too, and must not stop the other variants
-        empty = Compiled(0, 0, 0, 0, (), arch=variant.arch, threads=32)
-        return row_of(variant, empty, [f"{type(error).__name__}: {error}"]) | {"blocks": 0}
+        empty = CompiledKernel(0, 0, 0, 0, (), arch=variant.arch, threads=32)
+        return variant_row(variant, empty, [f"{type(error).__name__}: {error}"]) | {"blocks": 0}
 
 
-def inspect_variants(variants: Sequence[Variant], step: Callable[[str, int | None], None]) -> list[dict[str, Any]]:
+def inspect_variants(
+    variants: Sequence[KernelVariant], step: Callable[[str, int | None], None]
+) -> list[dict[str, Any]]:
     """Return a row per variant, compiled one after another; ``step`` is a :data:`tune.Progress`."""
     step("compiling", len(variants))
     rows = []
@@ -74,7 +80,7 @@ def inspect_variants(variants: Sequence[Variant], step: Callable[[str, int | Non
     return rows
 
 
-def result_of(rows: Sequence[Row], *, gate: bool) -> Result:
+def inspect_result(rows: Sequence[Row], *, gate: bool) -> Result:
     """Return the result of ``inspect``; variants that do not fit fail, and with ``gate`` all with problems."""
     problems = {row["variant"]: row["problems"] for row in rows if row["problems"]}
     unfit = {row["variant"] for row in rows if not row["blocks"]}

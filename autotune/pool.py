@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-SECONDS = 120.0
+JOB_TIMEOUT = 120.0
 """Timeout of one job. A backward kernel compiles in 3 to 10 seconds; some candidates never finish."""
 
 INTERPRET = "TRITON_INTERPRET"
 
 
 @dataclass(frozen=True)
-class Failure:
+class JobFailure:
     """Reason why a job has no result."""
 
     reason: str
@@ -33,7 +33,7 @@ class Pool:
     are pickled.
     """
 
-    def __init__(self, work: Callable[[Any], Any], workers: int, seconds: float = SECONDS) -> None:
+    def __init__(self, work: Callable[[Any], Any], workers: int, seconds: float = JOB_TIMEOUT) -> None:
         self._work, self._seconds = work, seconds
         self._threads, self._own = ThreadPoolExecutor(workers), threading.local()
         self._lock, self._closed = threading.Lock(), False
@@ -52,16 +52,19 @@ class Pool:
             process.join()
 
     def run(
-        self, jobs: Sequence[Any], done: Callable[[Any, Any], None], left: Callable[[], float] = lambda: math.inf
+        self,
+        jobs: Sequence[Any],
+        on_result: Callable[[Any, Any], None],
+        seconds_left: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """Call ``done`` with each job and its result or :class:`Failure`, in order of completion.
+        """Call ``on_result`` with each job and its result or :class:`JobFailure`, in order of completion.
 
-        When ``left`` returns 0, running jobs are killed without a result and no job is started.
+        When ``seconds_left`` returns 0, running jobs are killed without a result and no job is started.
         """
-        futures = {self._threads.submit(self._result, job, left): job for job in jobs}
+        futures = {self._threads.submit(self._result, job, seconds_left): job for job in jobs}
         for future in as_completed(futures):
             if (result := future.result()) is not None:
-                done(futures[future], result)
+                on_result(futures[future], result)
 
     def _result(self, job: Any, left: Callable[[], float]) -> Any:
         """Run a job in this thread's worker process; return None if the time in ``left`` ends first."""
@@ -75,10 +78,10 @@ class Pool:
                 return connection.recv()
             process.kill()
             self._own.worker = None
-            return None if seconds < self._seconds else Failure("it did not end in time and was killed")
+            return None if seconds < self._seconds else JobFailure("it did not end in time and was killed")
         except (EOFError, ConnectionError):
             process.join()
-            failure = Failure(f"its process died with exit code {process.exitcode}")
+            failure = JobFailure(f"its process died with exit code {process.exitcode}")
         self._own.worker = None
         return failure
 
@@ -112,5 +115,5 @@ def _serve(connection: Connection, work: Callable[[Any], Any]) -> None:
         try:
             result = work(job)
         except Exception as error:
-            result = Failure(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            result = JobFailure(f"{type(error).__name__}: {error}".splitlines()[0][:300])
         connection.send(result)

@@ -13,40 +13,40 @@ from typing import Any
 import torch
 
 from ..bench.common.attention import AttentionConfig
-from ..bench.common.errors import Inputs, Judge, judge_of
+from ..bench.common.errors import AttentionInputs, ErrorJudge, build_judge
 from ..bench.common.flags import resolve_threads, resolve_world
-from ..bench.common.launching import spawn
-from ..bench.common.memory import refuse_ranks
+from ..bench.common.launching import run_process_group
+from ..bench.common.memory import check_ranks_fit
 from ..bench.common.memory_table import tuned_bytes
-from ..bench.common.output import prints
+from ..bench.common.output import is_printing_rank
 from ..bench.common.progress import progress
 from ..bench.common.provenance import provenance
-from ..bench.common.ranks import Member, member
+from ..bench.common.ranks import LaunchedRank, launched_rank
 from ..bench.common.result import Result
-from ..bench.common.timing import Clock, Ranks
-from ..bench.ring.candidates import Candidate, Setting, ours
-from ..bench.ring.runs import gathered
+from ..bench.common.timing import RankTeam, StepTimer
+from ..bench.ring.candidates import Candidate, CandidateSetting, our_ring
+from ..bench.ring.measure import gather_results
 from ..comm import resolve_group
-from ..comm.control import control_of
+from ..comm.control import open_control
 from ..comm.topology import nvml
 from ..kernels.gpu import gpu_or_interpreter
-from ..reference.masks import Masks
+from ..reference.masks import MaskOptions
 from ..ring import Ring
-from .rings import DEFAULT, RingEntry, RingPoint, RingSetting, read_rings, save_ring, settings
-from .search import Budget, Measured, Reading, clocks_of, planned, samples, search
-from .space import SHORT, Shape
+from .ring_table import DEFAULT, RingEntry, RingPoint, RingSetting, candidate_settings, read_ring_table, save_ring
+from .search import Budget, SearchResult, TimedRun, median_clocks, planned_runs, samples, search
 from .store import private_folder
-from .tune import driver, measurement
+from .tile_space import SHORT_DTYPE_NAMES, ModelShape
+from .tune import installed_driver, measurement_details
 
-CHECKED = 192  # tokens per rank of the check: several tiles, with a fast float64 reference
-LONG = {short: name for name, short in SHORT.items()}
+RING_CHECK_TOKENS = 192  # tokens per rank of the check: several tiles, with a fast float64 reference
+LONG_DTYPE_NAMES = {short: name for name, short in SHORT_DTYPE_NAMES.items()}
 UNITS = {
     "tokens": "", "transport": "", "chunks": "", "channels": "", "time": "ms", "spread": "%", "runs": "", "note": "",
 }  # fmt: skip
 
 
-def problems_of(
-    shape: Shape, lengths: Sequence[int], causal: bool, device: str, world: int | None
+def ring_problems(
+    shape: ModelShape, lengths: Sequence[int], causal: bool, device: str, world: int | None
 ) -> list[AttentionConfig]:
     """Return the attention problem for each number of tokens per rank.
 
@@ -56,20 +56,20 @@ def problems_of(
     """
     if shape.value_dim != shape.head_dim:
         raise ValueError(f"--value-dim is {shape.value_dim}: with --ring it must be --head-dim, {shape.head_dim}")
-    place = member()
+    place = launched_rank()
     if place is not None and place.world < 2:
         raise ValueError("the launcher started 1 rank; --ring needs at least 2")
     ranks = resolve_world(world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
     problem = AttentionConfig(
-        ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG[shape.dtype], causal, "zigzag",
+        ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG_DTYPE_NAMES[shape.dtype], causal, "zigzag",
         resolve_threads(None, ranks), 0, device,
     )  # fmt: skip
     return [replace(problem, seqlen=tokens * ranks) for tokens in lengths]
 
 
-def point_of(problem: AttentionConfig) -> RingPoint:
+def ring_point(problem: AttentionConfig) -> RingPoint:
     return RingPoint(
-        problem.world, problem.heads, problem.kv_heads, problem.head_dim, SHORT[problem.dtype],
+        problem.world, problem.heads, problem.kv_heads, problem.head_dim, SHORT_DTYPE_NAMES[problem.dtype],
         "bounded" if problem.causal else "full", problem.seqlen // problem.world,
     )  # fmt: skip
 
@@ -84,52 +84,57 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
         typer.Exit: A rank failed.
         KeyboardInterrupt: The user interrupted the search.
     """
-    kind, place = problems[0].device, member()
+    kind, place = problems[0].device, launched_rank()
     device = torch.device(kind, 0) if place is None else place.shared_device(kind)
-    if prints():
-        read_rings(private_folder(folder), gpu_or_interpreter(device))  # raise early for an unreadable table
+    if is_printing_rank():
+        read_ring_table(private_folder(folder), gpu_or_interpreter(device))  # raise early for an unreadable table
     for problem in problems:
-        rings = len(settings(point_of(problem), kind))
-        refuse_ranks("--seqlen", problem, partial(tuned_bytes, rings=rings), per_rank=True)
+        rings = len(candidate_settings(ring_point(problem), kind))
+        check_ranks_fit("--seqlen", problem, partial(tuned_bytes, rings=rings), per_rank=True)
     result = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
     for problem in problems:
-        result.add(spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind))
+        result.add(run_process_group(problem.world, search_ring, problem, budget / len(problems), folder, device=kind))
     return result
 
 
 # one rank of a search
 
 
-def search_ring(place: Member, device: torch.device, problem: AttentionConfig, budget: float, folder: Path) -> Result:
+def search_ring(
+    place: LaunchedRank, device: torch.device, problem: AttentionConfig, budget: float, folder: Path
+) -> Result:
     """Run the search on one rank; all ranks get the same result, and rank 0 writes the table."""
     torch.set_num_threads(problem.threads)
-    point, gpu = point_of(problem), gpu_or_interpreter(device)
-    control = control_of(resolve_group()).scope("tune")
-    clock, reader, own_budget = Clock(device, Ranks()), nvml.Reader(device), Budget(budget)
+    point, gpu = ring_point(problem), gpu_or_interpreter(device)
+    control = open_control(resolve_group()).scope("tune")
+    clock, reader, own_budget = StepTimer(device, RankTeam()), nvml.GpuReader(device), Budget(budget)
     rings: dict[RingSetting, Ring] = {}
     steps: dict[RingSetting, Candidate] = {}
 
     def left() -> float:  # by the clock of rank 0, so that all ranks stop together
-        seconds: Any = control.merged(own_budget.left(), lambda values: values[0], what="the seconds left")
+        seconds: Any = control.gather_merged(own_budget.left(), lambda values: values[0], what="the seconds left")
         return float(seconds)
 
-    def run(setting: RingSetting) -> Reading:
-        reading = Reading.of(clock(partial(steps[setting].run, shards)), reader())
+    def run(setting: RingSetting) -> TimedRun:
+        reading = TimedRun.from_nvml(clock(partial(steps[setting].run, shards)), reader())
         reasons: list[Any] = control.gather(reading.throttled, what="why clocks are low")
         return replace(reading, throttled=tuple(dict.fromkeys(chain(*reasons))))
 
     with ExitStack() as stack:
-        small, shards = replace(problem, seqlen=CHECKED * problem.world), problem.drawn(place.rank, device)
+        small, shards = (
+            replace(problem, seqlen=RING_CHECK_TOKENS * problem.world),
+            problem.random_shard(place.rank, device),
+        )
         # the tolerance of the tests: twice the error of PyTorch's attention in the same dtype, plus rounding
-        judge = judge_of(Inputs(*small.tensors()), Masks(causal=small.causal))
-        candidates = settings(point, problem.device)
+        judge = build_judge(AttentionInputs(*small.tensors()), MaskOptions(causal=small.causal))
+        candidates = candidate_settings(point, problem.device)
 
         def check(setting: RingSetting) -> str | None:
             try:
                 rings[setting] = stack.enter_context(Ring(**setting.arguments))
-                if (error_text := error_of(small, rings[setting], device, judge)) is not None:
+                if (error_text := ring_error(small, rings[setting], device, judge)) is not None:
                     return error_text
-                steps[setting] = candidate_of(problem, rings[setting], device)
+                steps[setting] = ring_candidate(problem, rings[setting], device)
                 steps[setting].run(shards)  # warm-up, which compiles
             except (ValueError, RuntimeError, ImportError) as error:  # the setting cannot run here, on any rank
                 return f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -137,46 +142,52 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
 
         step = stack.enter_context(progress()) if place.rank == 0 else lambda part, more: None
         part = f"measuring {point.length} tokens"
-        step(part, planned(len(candidates) - 1))
-        found = search(candidates, DEFAULT, check, run, left, done=lambda: step(part, None))
+        step(part, planned_runs(len(candidates) - 1))
+        found = search(candidates, DEFAULT, check, run, left, on_run=lambda: step(part, None))
         entry = None if found.best is None else entry_of(point, found, rings[found.best].transport)
         path = save_ring(folder, gpu, entry) if entry is not None and place.rank == 0 else None
-    return result_of(point, found, entry, path)
+    return ring_search_result(point, found, entry, path)
 
 
-def error_of(problem: AttentionConfig, ring: Ring, device: torch.device, judge: Judge) -> str | None:
+def ring_error(problem: AttentionConfig, ring: Ring, device: torch.device, judge: ErrorJudge) -> str | None:
     """Return a description of the first result whose error exceeds its limit, or None; equal on all ranks."""
-    candidate = candidate_of(problem, ring, device)
+    candidate = ring_candidate(problem, ring, device)
     shards = candidate.run(candidate.shards(problem.tensors(), device))
-    errors = judge.differences(gathered(candidate, shards, problem, judge.kv_heads))
-    for name in judge.wrong(errors):
+    errors = judge.head_errors(gather_results(candidate, shards, problem, judge.kv_heads))
+    for name in judge.failing_results(errors):
         return f"error of {name} is {errors[name]:.2g}, above the limit {judge.limits[name]:.2g}"
     return None
 
 
-def candidate_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
-    return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda _: ring))
+def ring_candidate(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
+    return our_ring(problem.layout, CandidateSetting(problem, (problem.layout,), device, lambda _: ring))
 
 
-def entry_of(point: RingPoint, found: Measured[RingSetting], transport: str) -> RingEntry:
+def entry_of(point: RingPoint, search_result: SearchResult[RingSetting], transport: str) -> RingEntry:
     """Return the table entry of the best setting, with the transport that it used and medians in seconds."""
-    assert found.best is not None
-    runs = samples(found.readings[found.best])
-    baseline = samples(found.readings.get(DEFAULT, found.readings[found.best])).median
-    about = {**measurement(), "driver": driver(), "clocks": clocks_of(found.readings[found.best])}
-    return RingEntry(point, replace(found.best, transport=transport), runs.median, runs.spread, baseline, about)
+    assert search_result.best is not None
+    runs = samples(search_result.readings[search_result.best])
+    baseline = samples(search_result.readings.get(DEFAULT, search_result.readings[search_result.best])).median
+    about = {
+        **measurement_details(),
+        "driver": installed_driver(),
+        "clocks": median_clocks(search_result.readings[search_result.best]),
+    }
+    return RingEntry(point, replace(search_result.best, transport=transport), runs.median, runs.spread, baseline, about)
 
 
-def result_of(point: RingPoint, found: Measured[RingSetting], entry: RingEntry | None, path: Path | None) -> Result:
+def ring_search_result(
+    point: RingPoint, search_result: SearchResult[RingSetting], entry: RingEntry | None, path: Path | None
+) -> Result:
     """Return the result of a search, with a row per setting and notes on the best one."""
     result, tokens = Result("tune --ring", UNITS), f"{point.length} tokens"
-    for setting, readings in found.readings.items():
+    for setting, readings in search_result.readings.items():
         runs, note = samples(readings), "default" if setting == DEFAULT else ""
         figures = {"time": runs.median * 1e3, "spread": 100 * runs.spread, "runs": len(readings)}
         result.rows.append({"tokens": point.length, **asdict(setting), **figures, "note": note})
-    for setting, problem in found.wrong.items():
+    for setting, problem in search_result.errors.items():
         result.rows.append({"tokens": point.length, **asdict(setting), "runs": 0, "note": problem})
-    if not found.complete:
+    if not search_result.is_complete:
         result.notes.append(f"{tokens}: the search is incomplete; pass a longer --budget")
     if entry is not None:
         gain = 1 - entry.seconds / entry.baseline
@@ -185,6 +196,6 @@ def result_of(point: RingPoint, found: Measured[RingSetting], entry: RingEntry |
             f"{tokens}: written: {path}; autotune.shared_ring_settings looks it up",
             f"{tokens}: best: {entry.setting}, {entry.seconds * 1e3:.4g} ms ± {entry.spread:.1%} a step, {comparison}",
         ]
-    elif found.complete:
+    elif search_result.is_complete:
         result.failed.append(f"{tokens}: no setting runs here; see the notes of the rows")
     return result

@@ -15,7 +15,7 @@ class Loop:
     matrix: int  # matrix instructions
     local: int  # loads and stores of local memory, which are spills
     waits: int  # waits for wgmma (HGMMA)
-    serialised: bool  # a wait follows every wgmma
+    is_serialised: bool  # a wait follows every wgmma
     lines: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
 
@@ -24,7 +24,7 @@ LOCAL = re.compile(r"\b(LDL|STL)\b")
 
 
 @dataclass
-class Block:
+class BasicBlock:
     """Basic block with its instructions and the indices of its successors."""
 
     lines: list[str]
@@ -33,21 +33,21 @@ class Block:
 
 BRANCH = re.compile(r"\bBRA\b.*?`\((\.L_\w+)\)")
 INDIRECT = re.compile(r"\bBRX\b")  # jump through a table that the listing lacks; selects a warp's partition
-LEAVES = re.compile(r"\b(EXIT|RET\.\S+)\b")
+EXIT_OP = re.compile(r"\b(EXIT|RET\.\S+)\b")
 
 
-def basic_blocks(listing: str) -> list[Block]:
+def basic_blocks(listing: str) -> list[BasicBlock]:
     """Build the control flow graph of a kernel; the first block is the entry."""
     labels: dict[str, int] = {}
-    blocks = [Block([], [])]
+    blocks = [BasicBlock([], [])]
     for line in listing.splitlines():
         if label := re.match(r"\s*(\.L_\w+):", line):
-            blocks.append(Block([], []))
+            blocks.append(BasicBlock([], []))
             labels[label[1]] = len(blocks) - 1
         elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
             blocks[-1].lines.append(line)
-            if BRANCH.search(line) or LEAVES.search(line) or INDIRECT.search(line):
-                blocks.append(Block([], []))
+            if BRANCH.search(line) or EXIT_OP.search(line) or INDIRECT.search(line):
+                blocks.append(BasicBlock([], []))
     for i, block in enumerate(blocks):
         last = block.lines[-1] if block.lines else ""
         branch = BRANCH.search(last)
@@ -55,7 +55,7 @@ def basic_blocks(listing: str) -> list[Block]:
             block.successors.append(labels[branch[1]])
         # with a guard (@P0, or a uniform predicate as operand) a branch or exit may fall through
         guarded = "@" in last or re.search(r"\bBRA\S*\s+!?U?P\d", last)
-        if i + 1 < len(blocks) and (guarded or not (branch or LEAVES.search(last))):
+        if i + 1 < len(blocks) and (guarded or not (branch or EXIT_OP.search(last))):
             block.successors.append(i + 1)
     for block in blocks:
         if block.lines and INDIRECT.search(block.lines[-1]):  # its targets are the otherwise unreachable labels
@@ -64,7 +64,7 @@ def basic_blocks(listing: str) -> list[Block]:
     return blocks
 
 
-def reachable_from(blocks: list[Block], without: int | None = None) -> set[int]:
+def reachable_from(blocks: list[BasicBlock], without: int | None = None) -> set[int]:
     """Return the blocks that are reachable from the entry on paths that avoid block ``without``."""
     reachable: set[int] = set()
     work = [0]
@@ -76,7 +76,7 @@ def reachable_from(blocks: list[Block], without: int | None = None) -> set[int]:
     return reachable
 
 
-def natural_loops(blocks: list[Block]) -> list[set[int]]:
+def natural_loops(blocks: list[BasicBlock]) -> list[set[int]]:
     """Return the bodies of all natural loops (Aho, Lam, Sethi, Ullman, Compilers, section 9.6.6).
 
     Positions in the listing do not suffice, because waits spin in blocks behind the end of the kernel and branch back
@@ -121,11 +121,11 @@ def read_loop(lines: list[str]) -> Loop:
 # instruction mix of an iteration
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?([\w.]+)\s*([^;]*)")
-NEVER = "!PT"  # guard that is always false
+ALWAYS_SKIPPED = "!PT"  # guard that is always false
 
 WARPGROUP = 4  # warps that execute one wgmma
 ASYNCHRONOUS = re.compile(r"[HQI]GMMA|UTC\w*MMA")
-SHADOW = 8  # clocks of an m16n8k16 on A100 and H100, in which a scheduler issues as many instructions
+ASYNC_SHADOW = 8  # clocks of an m16n8k16 on A100 and H100, in which a scheduler issues as many instructions
 ROW_BYTES = 32  # bytes of an operand row of wgmma and tcgen05.mma along the depth, for every dtype
 
 UNITS = {
@@ -146,7 +146,7 @@ UNITS = {
 
 
 @dataclass(frozen=True)
-class Mix:
+class InstructionMix:
     """Instruction mix of one iteration; instructions are per warp, products and bytes are of the whole block."""
 
     warps: int
@@ -165,7 +165,7 @@ class Mix:
     global_bytes: int  # loads, assuming that lanes do not share addresses
 
 
-def mix_of(loop: Loop, warps: int) -> tuple[Mix, Mix]:
+def instruction_mix(loop: Loop, warps: int) -> tuple[InstructionMix, InstructionMix]:
     """Return the mix of a loop of a block with ``warps`` warps, and the mix of its exposed instructions.
 
     Exposed instructions issue while no product of the same warps is in flight.
@@ -173,37 +173,41 @@ def mix_of(loop: Loop, warps: int) -> tuple[Mix, Mix]:
     Raises:
         ValueError: The shape of a matrix product is unknown.
     """
-    all_instructions = list(instructions(loop.lines))
-    under_product = flying(all_instructions)
+    all_instructions = list(parse_instructions(loop.lines))
+    under_product = overlaps_product(all_instructions)
     exposed = [entry for entry, hidden in zip(all_instructions, under_product, strict=True) if not hidden]
-    return counted(all_instructions, warps, [*products(all_instructions, warps)]), counted(exposed, warps, [])
-
-
-def counted(listed: Sequence[tuple[str, str]], warps: int, done: Sequence[tuple[float, float]]) -> Mix:
-    """Return the mix of a list of instructions with the given products."""
-    counts = {unit: sum(bool(kind.match(name)) for name, _ in listed) for unit, kind in UNITS.items()}
-    fma = counts.pop("fma") + 2 * counts.pop("packed")
-    moved = sum(width(name, ("LDS", "STS", "LDSM", "STSM", "LDGSTS")) for name, _ in listed)
-    loaded = tma_bytes(listed)
-    return Mix(
-        **counts,
-        warps=warps,
-        products=sum(multiply_adds for multiply_adds, _ in done),
-        fma=fma,
-        issued=len(listed),
-        shared_bytes=int(warps * moved + loaded + sum(nbytes for _, nbytes in done)),
-        global_bytes=warps * sum(width(name, ("LDG", "LDGSTS", "LDL")) for name, _ in listed) + loaded,
+    return count_mix(all_instructions, warps, [*matrix_products(all_instructions, warps)]), count_mix(
+        exposed, warps, []
     )
 
 
-def instructions(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+def count_mix(
+    instructions: Sequence[tuple[str, str]], warps: int, products_done: Sequence[tuple[float, float]]
+) -> InstructionMix:
+    """Return the mix of a list of instructions with the given products."""
+    counts = {unit: sum(bool(kind.match(name)) for name, _ in instructions) for unit, kind in UNITS.items()}
+    fma = counts.pop("fma") + 2 * counts.pop("packed")
+    moved = sum(access_bytes(name, ("LDS", "STS", "LDSM", "STSM", "LDGSTS")) for name, _ in instructions)
+    loaded = tma_bytes(instructions)
+    return InstructionMix(
+        **counts,
+        warps=warps,
+        products=sum(multiply_adds for multiply_adds, _ in products_done),
+        fma=fma,
+        issued=len(instructions),
+        shared_bytes=int(warps * moved + loaded + sum(nbytes for _, nbytes in products_done)),
+        global_bytes=warps * sum(access_bytes(name, ("LDG", "LDGSTS", "LDL")) for name, _ in instructions) + loaded,
+    )
+
+
+def parse_instructions(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, operands) of each instruction; one with a false guard counts as a NOP, which only issues."""
     for line in lines:
         if match := INSTRUCTION.search(line):
-            yield ("NOP", "") if match[1] == NEVER else (match[2], match[3].strip())
+            yield ("NOP", "") if match[1] == ALWAYS_SKIPPED else (match[2], match[3].strip())
 
 
-def width(name: str, kinds: tuple[str, ...]) -> int:
+def access_bytes(name: str, kinds: tuple[str, ...]) -> int:
     """Return the bytes that a warp moves with a load or store of ``kinds``, or 0 for other instructions."""
     kind, *suffixes = name.split(".")
     if kind not in kinds:
@@ -214,10 +218,10 @@ def width(name: str, kinds: tuple[str, ...]) -> int:
     return 32 * bits // 8
 
 
-def tma_bytes(listed: Sequence[tuple[str, str]]) -> int:
+def tma_bytes(instructions: Sequence[tuple[str, str]]) -> int:
     """Return the bytes that TMA loads for a block, taken from the expected bytes of the mbarriers."""
     expected, constants = 0, dict[str, int]()
-    for name, operands in listed:
+    for name, operands in instructions:
         first, *_, last = operands.split(", ") if ", " in operands else (operands, "")
         if name.startswith("SYNCS.ARRIVE.TRANS64"):
             expected += constants.get(last, 0)
@@ -225,21 +229,21 @@ def tma_bytes(listed: Sequence[tuple[str, str]]) -> int:
             constants[first] = int(last, 16)
         else:
             constants.pop(first, None)
-    return expected if any(name.startswith(("UTMALDG", "UBLKCP")) for name, _ in listed) else 0
+    return expected if any(name.startswith(("UTMALDG", "UBLKCP")) for name, _ in instructions) else 0
 
 
-def products(listed: Sequence[tuple[str, str]], warps: int) -> Iterator[tuple[float, float]]:
-    """Yield :func:`product` of each matrix instruction; sm_100 takes the shape from a constant in a register."""
+def matrix_products(instructions: Sequence[tuple[str, str]], warps: int) -> Iterator[tuple[float, float]]:
+    """Yield :func:`matrix_product` of each matrix instruction; sm_100 takes the shape from a constant in a register."""
     constants: dict[str, int] = {}
     for last in (False, True):  # two passes, because the previous iteration may have set a constant
-        for name, operands in listed:
+        for name, operands in instructions:
             if name == "UMOV" and (constant := re.fullmatch(r"(UR\d+),\s*(0x[0-9a-f]+)", operands)):
                 constants[constant[1]] = int(constant[2], 16)
             elif last and MATRIX.search(name):
-                yield product(name, operands, constants, warps)
+                yield matrix_product(name, operands, constants, warps)
 
 
-def product(name: str, operands: str, constants: Mapping[str, int], warps: int) -> tuple[float, float]:
+def matrix_product(name: str, operands: str, constants: Mapping[str, int], warps: int) -> tuple[float, float]:
     """Return the equivalent 16-bit multiply-adds of a matrix instruction, and its operand bytes in shared memory.
 
     The shape is in the name, as in ``HMMA.16816…`` and ``HGMMA.64x128x16…``, or on sm_100 in the instruction
@@ -268,22 +272,22 @@ def product(name: str, operands: str, constants: Mapping[str, int], warps: int) 
     return rows * columns * depth * copies * weight, shared_rows * ROW_BYTES * copies
 
 
-def flying(listed: Sequence[tuple[str, str]]) -> list[bool]:
+def overlaps_product(instructions: Sequence[tuple[str, str]]) -> list[bool]:
     """Return for each instruction whether a product of the same warps is in flight.
 
     wgmma is in flight until the wait for all wgmma, and tcgen05.mma until the next mbarrier wait. An HMMA is in flight
-    for at least ``SHADOW`` clocks.
+    for at least ``ASYNC_SHADOW`` clocks.
     """
     in_flight: list[bool] = []
-    is_async = any(ASYNCHRONOUS.match(name) for name, _ in listed)
-    is_sm_100 = any(name.startswith("UTC") for name, _ in listed)
+    is_async = any(ASYNCHRONOUS.match(name) for name, _ in instructions)
+    is_sm_100 = any(name.startswith("UTC") for name, _ in instructions)
     clocks_left = 0.0
     for _ in range(2):  # two passes, because a product may still be in flight in the next iteration
         in_flight = []
-        for name, operands in listed:
+        for name, operands in instructions:
             clocks_left = max(clocks_left - 1, 0)
             if MATRIX.search(name):
-                clocks_left = math.inf if is_async else SHADOW
+                clocks_left = math.inf if is_async else ASYNC_SHADOW
             elif (name.startswith("WARPGROUP.DEPBAR") and operands.endswith(" 0x0")) or (
                 is_sm_100 and name.startswith("SYNCS.PHASECHK")
             ):

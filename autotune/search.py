@@ -18,11 +18,11 @@ from ..bench.common.timing import Samples
 FIRST_TURNS = 3  # runs of each candidate in the first round; a median of 3 tolerates one outlier
 FINALISTS = 3
 FINAL_TURNS = 15  # enough runs for meaningful quartiles
-LEAST_TURNS = 5  # a candidate with fewer runs does not count as measured
+MIN_TURNS = 5  # a candidate with fewer runs does not count as measured
 RETRIES = 3  # repeats of a throttled run, then the reading counts
 COOL_DOWN = 0.5  # seconds before a repeat
 
-SLOWING = {
+SLOWDOWN_REASONS = {
     "power cap", "hardware slowdown", "sync boost", "software thermal slowdown", "hardware thermal slowdown",
     "power brake",
 }  # fmt: skip
@@ -32,20 +32,20 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Reading:
+class TimedRun:
     """Time of one run, and the clocks during the run."""
 
     seconds: float
     throttled: tuple[str, ...] = ()
     """Throttle reasons."""
     clocks: Mapping[str, float] = field(default_factory=dict)
-    beside: float | None = None
+    seconds_with_transfer: float | None = None
     """Seconds of another run during a transfer; None on a device without transfers."""
 
     @classmethod
-    def of(cls, seconds: float, clocks: Mapping[str, Any], beside: float | None = None) -> Reading:
+    def from_nvml(cls, seconds: float, clocks: Mapping[str, Any], beside: float | None = None) -> TimedRun:
         """Build a reading from NVML's clocks and throttle reasons after the run."""
-        throttled = tuple(reason for reason in clocks.get("throttled", ()) if reason in SLOWING)
+        throttled = tuple(reason for reason in clocks.get("throttled", ()) if reason in SLOWDOWN_REASONS)
         return cls(
             seconds, throttled, {name: float(clocks[name]) for name in clocks if name != "throttled"}, beside
         )  # fmt: skip
@@ -65,17 +65,17 @@ class Budget:
         return Budget(self.left() / parts, self._now)
 
 
-def samples(readings: Sequence[Reading]) -> Samples:
+def samples(readings: Sequence[TimedRun]) -> Samples:
     return Samples(tuple(reading.seconds for reading in readings))
 
 
-def median_beside(readings: Sequence[Reading]) -> float | None:
+def median_with_transfer(readings: Sequence[TimedRun]) -> float | None:
     """Return the median seconds of the runs during a transfer, or None without such runs."""
-    seconds = [reading.beside for reading in readings if reading.beside is not None]
+    seconds = [reading.seconds_with_transfer for reading in readings if reading.seconds_with_transfer is not None]
     return statistics.median(seconds) if seconds else None
 
 
-def clocks_of(readings: Sequence[Reading]) -> dict[str, float | str | None]:
+def median_clocks(readings: Sequence[TimedRun]) -> dict[str, float | str | None]:
     """Return the median of each clock, and all throttle reasons that remained after the repeats."""
     names = dict.fromkeys(name for reading in readings for name in reading.clocks)
     reasons = dict.fromkeys(reason for reading in readings for reason in reading.throttled)
@@ -87,16 +87,16 @@ def clocks_of(readings: Sequence[Reading]) -> dict[str, float | str | None]:
 
 
 @dataclass(frozen=True)
-class Measured(Generic[C]):
+class SearchResult(Generic[C]):
     """Result of a search."""
 
     best: C | None
     """Fastest candidate; None if the budget ended before enough runs."""
-    readings: Mapping[C, Sequence[Reading]]
+    readings: Mapping[C, Sequence[TimedRun]]
     """Runs of every candidate with at least one."""
-    wrong: Mapping[C, str]
+    errors: Mapping[C, str]
     """Candidates that failed the check, with the reason."""
-    complete: bool
+    is_complete: bool
     """Whether the search ended before its budget."""
 
 
@@ -104,52 +104,52 @@ def search(
     candidates: Iterable[C],
     baseline: C,
     check: Callable[[C], str | None],
-    run: Callable[[C], Reading],
-    left: Callable[[], float],
+    run: Callable[[C], TimedRun],
+    seconds_left: Callable[[], float],
     *,
     pause: Callable[[float], None] = time.sleep,
-    done: Callable[[], None] = lambda: None,
-) -> Measured[C]:
+    on_run: Callable[[], None] = lambda: None,
+) -> SearchResult[C]:
     """Check all candidates and the baseline, then find the fastest.
 
     The baseline wins unless a candidate is faster by more than the noise. ``check`` returns the problem of a candidate
-    or None, ``left`` the remaining seconds. ``pause`` waits before a throttled run is repeated, and ``done`` is called
-    after every reading. If ``check``, ``run`` and ``left`` return the same on all ranks of a ring, so does the search.
+    or None, ``seconds_left`` the remaining seconds. ``pause`` waits before a throttled run is repeated, and ``on_run`` is called
+    after every reading. If ``check``, ``run`` and ``seconds_left`` return the same on all ranks of a ring, so does the search.
     """
     passed: list[C] = []
     wrong: dict[C, str] = {}
     for candidate in dict.fromkeys([baseline, *candidates]):
-        if left() <= 0:
-            return Measured(None, {}, wrong, False)
+        if seconds_left() <= 0:
+            return SearchResult(None, {}, wrong, False)
         if (problem := check(candidate)) is None:
             passed.append(candidate)
         else:
             wrong[candidate] = problem
 
-    def run_unthrottled(candidate: C) -> Reading:
+    def run_unthrottled(candidate: C) -> TimedRun:
         reading = run(candidate)
         for _ in range(RETRIES):
-            if not reading.throttled or left() <= 0:
+            if not reading.throttled or seconds_left() <= 0:
                 break
             pause(COOL_DOWN)
             reading = run(candidate)
-        done()
+        on_run()
         return reading
 
-    readings, complete = halving(passed, baseline, run_unthrottled, left)
+    readings, complete = successive_halving(passed, baseline, run_unthrottled, seconds_left)
     timed = {candidate: runs for candidate, runs in readings.items() if runs}
-    return Measured(best_of(readings, baseline, complete), timed, wrong, complete)
+    return SearchResult(fastest_candidate(readings, baseline, complete), timed, wrong, complete)
 
 
-def halving(
-    candidates: Iterable[C], baseline: C, run: Callable[[C], Reading], left: Callable[[], float]
-) -> tuple[dict[C, list[Reading]], bool]:
+def successive_halving(
+    candidates: Iterable[C], baseline: C, run: Callable[[C], TimedRun], seconds_left: Callable[[], float]
+) -> tuple[dict[C, list[TimedRun]], bool]:
     """Run all candidates in turns, then the better half twice as often, and so on; the baseline always stays.
 
     Returns:
         All readings, and whether the search ended before its budget.
     """
-    readings: dict[C, list[Reading]] = {candidate: [] for candidate in candidates}
+    readings: dict[C, list[TimedRun]] = {candidate: [] for candidate in candidates}
     remaining, turns = [*readings], FIRST_TURNS
     while True:
         others = [candidate for candidate in remaining if candidate != baseline]
@@ -158,29 +158,29 @@ def halving(
             for candidate in remaining:
                 if len(readings[candidate]) > number:
                     continue
-                if left() <= 0:
+                if seconds_left() <= 0:
                     return readings, False
                 readings[candidate].append(run(candidate))
         if len(others) <= FINALISTS:
             return readings, True
-        ranked = sorted(others, key=lambda candidate: seconds_of(readings[candidate]))
+        ranked = sorted(others, key=lambda candidate: ranking_seconds(readings[candidate]))
         remaining = [candidate for candidate in remaining if candidate == baseline]
         remaining += ranked[: max(FINALISTS, len(others) // 2)]
         turns *= 2
 
 
-def seconds_of(readings: Sequence[Reading]) -> float:
+def ranking_seconds(readings: Sequence[TimedRun]) -> float:
     """Return the ranking criterion: median alone plus median during a transfer, because a ring has both cases."""
-    return samples(readings).median + (median_beside(readings) or 0.0)
+    return samples(readings).median + (median_with_transfer(readings) or 0.0)
 
 
-def best_of(known: Mapping[C, Sequence[Reading]], baseline: C, complete: bool = True) -> C | None:
+def fastest_candidate(readings: Mapping[C, Sequence[TimedRun]], baseline: C, complete: bool = True) -> C | None:
     """Return the fastest candidate, or the baseline if the gain is within the spread, or None without enough runs."""
-    enough = {candidate: runs for candidate, runs in known.items() if len(runs) >= LEAST_TURNS}
+    enough = {candidate: runs for candidate, runs in readings.items() if len(runs) >= MIN_TURNS}
     if not enough:
         return None
     turns = (max if complete else min)(map(len, enough.values()))
-    times = {candidate: seconds_of(runs[:turns]) for candidate, runs in enough.items() if len(runs) >= turns}
+    times = {candidate: ranking_seconds(runs[:turns]) for candidate, runs in enough.items() if len(runs) >= turns}
     best = min(times, key=times.__getitem__)
     if baseline not in times:
         return best
@@ -188,7 +188,7 @@ def best_of(known: Mapping[C, Sequence[Reading]], baseline: C, complete: bool = 
     return best if times[best] < (1 - noise) * times[baseline] else baseline
 
 
-def planned(candidates: int) -> int:
+def planned_runs(candidates: int) -> int:
     """Return the number of readings of a search over ``candidates`` and a baseline without a time limit."""
-    readings, _ = halving(range(candidates + 1), 0, lambda candidate: Reading(1.0), lambda: 1.0)
+    readings, _ = successive_halving(range(candidates + 1), 0, lambda candidate: TimedRun(1.0), lambda: 1.0)
     return sum(map(len, readings.values()))

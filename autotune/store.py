@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..kernels import tables
-from ..kernels.files import converted, parse_object, read_file
 from ..kernels.gpu import GpuSpec
-from ..kernels.tables import Entry, Table, as_json, file_name, parse, read
+from ..kernels.json_files import convert_json, parse_object, read_file
+from ..kernels.tables import Table, TableEntry, parse_table, read_table, table_file_name, table_to_json
 
 PRIVATE = 0o700
 T = TypeVar("T")
@@ -34,23 +34,23 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def save(folder: Path, gpu: GpuSpec, entries: Iterable[Entry]) -> Path:
+def save(folder: Path, gpu: GpuSpec, entries: Iterable[TableEntry]) -> Path:
     """Add entries to the table of a GPU and this Triton version in ``folder``, and return the table's path.
 
     Raises:
         RefusedTable: The existing table cannot be read; the file stays unchanged.
         ValueError: The folder cannot be created, or an entry is invalid.
     """
-    before = known(folder, gpu)
-    data = as_json(Table(gpu.name, gpu.arch, before.triton, tuple(merged(before.entries, entries))))
-    parse(data)  # never write a table that a reader would reject
-    path = folder / file_name(gpu.name, before.triton)
-    write(path, data)
-    tables.forget()
+    before = read_tuned_table(folder, gpu)
+    data = table_to_json(Table(gpu.name, gpu.arch, before.triton, tuple(merge_entries(before.entries, entries))))
+    parse_table(data)  # never write a table that a reader would reject
+    path = folder / table_file_name(gpu.name, before.triton)
+    write_private_json(path, data)
+    tables.clear_table_cache()
     return path
 
 
-def write(path: Path, data: object) -> None:
+def write_private_json(path: Path, data: object) -> None:
     """Write JSON atomically into a file of a private folder."""
     folder = private_folder(path.parent)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.name}.", delete=False) as draft:  # 0600
@@ -64,21 +64,21 @@ def write(path: Path, data: object) -> None:
             raise
 
 
-def known(folder: Path, gpu: GpuSpec) -> Table:
+def read_tuned_table(folder: Path, gpu: GpuSpec) -> Table:
     """Return the table of a GPU and this Triton version in ``folder``, or an empty table if there is none.
 
     Raises:
         RefusedTable: The table cannot be read.
     """
     version = tables.triton_version()
-    path = folder / file_name(gpu.name, version)
-    return read(path) if path.exists() else Table(gpu.name, gpu.arch, version, ())
+    path = folder / table_file_name(gpu.name, version)
+    return read_table(path) if path.exists() else Table(gpu.name, gpu.arch, version, ())
 
 
-def merged(before: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
+def merge_entries(old_entries: Iterable[TableEntry], new_entries: Iterable[TableEntry]) -> list[TableEntry]:
     """Return the newest entry of each point, except that an estimate never replaces a measurement."""
-    entries = {entry.point: entry for entry in before}
-    for entry in new:
+    entries = {entry.point: entry for entry in old_entries}
+    for entry in new_entries:
         old = entries.get(entry.point)
         if old is None or old.estimated or not entry.estimated:
             entries[entry.point] = entry
@@ -112,7 +112,7 @@ class Journal:
             raise ValueError(f"{path} cannot be read: {error}; delete it") from None
         for line in lines:
             with suppress(ValueError):
-                read: Line = converted(Line, parse_object(line), "line")
+                read: Line = convert_json(Line, parse_object(line), "line")
                 if read.digest == digest:
                     self._values[read.key] = read.value
 
@@ -121,7 +121,7 @@ class Journal:
         if key not in self._values:
             return None
         try:
-            value: T = converted(kind, self._values[key], key)
+            value: T = convert_json(kind, self._values[key], key)
         except ValueError:
             return None
         return value

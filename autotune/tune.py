@@ -17,91 +17,99 @@ import torch
 import triton
 
 from ..bench.common.progress import Progress
-from ..bench.common.provenance import command, provenance
+from ..bench.common.provenance import provenance, typed_command
 from ..bench.common.result import Result
 from ..comm.topology import nvml
 from ..kernels import Tile
 from ..kernels.gpu import GpuSpec
-from ..kernels.tables import TUNED, Entry, Point, options_of
+from ..kernels.tables import TUNED_KERNELS, TableEntry, TuningPoint, tuned_options
 from .candidates import (
     RANKING_ROLE,
+    BudgetSpentError,
     Compiler,
-    OutOfBudget,
-    Ranked,
+    RankedCandidates,
+    compile_digest,
     compile_job,
     compile_jobs,
-    digest,
-    job_of,
     rank_candidates,
+    ranking_job,
 )
-from .compile import default_tile
-from .measure import DeviceTrials, checked_sides
+from .compile import builtin_tile
+from .device_trials import DeviceTrials, check_lengths
 from .pool import Pool
-from .search import Budget, Measured, Reading, clocks_of, median_beside, planned, samples, search
-from .space import Shape, nearest, point_text, points_of, space, tile_text
-from .store import Journal, known, private_folder, save
+from .search import Budget, SearchResult, TimedRun, median_clocks, median_with_transfer, planned_runs, samples, search
+from .store import Journal, private_folder, read_tuned_table, save
+from .tile_space import ModelShape, model_points, nearest_tiles, point_text, tile_candidates, tile_text
 
 CANDIDATES = 20  # candidates per point to measure: about the best quarter of those that compile
-SCHEDULES_OF = 2  # number of best candidates that are also tried with every other tile schedule
+SCHEDULED_TILES = 2  # number of best candidates that are also tried with every other tile schedule
 
 
 @dataclass(frozen=True)
 class TuneConfig:
     """Arguments of ``ringattn tune``."""
 
-    shape: Shape
+    shape: ModelShape
     lengths: tuple[int, ...]
     causal: bool
     gpu: GpuSpec
     device: torch.device | None  # None: compile only
     folder: Path
     budget: float  # seconds on the GPU, or to compile if nothing is measured
-    kernels: tuple[str, ...] = TUNED
+    kernels: tuple[str, ...] = TUNED_KERNELS
     tiles: int | None = None
     """Number of tiles to try, those nearest to the built-in tile; None: the whole space and all schedules."""
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[TuningPoint]:
         """Points of all kernels that have a built-in tile to compare with."""
-        points = points_of(self.shape, self.lengths, causal=self.causal, kernels=self.kernels)
-        return [point for point in points if built_in(point, self.gpu.arch) is not None]
+        points = model_points(self.shape, self.lengths, causal=self.causal, kernels=self.kernels)
+        return [point for point in points if tile_without_table(point, self.gpu.arch) is not None]
 
 
-def built_in(point: Point, arch: int) -> Tile | None:
+def tile_without_table(point: TuningPoint, arch: int) -> Tile | None:
     """Return the tile that a launch uses without a table, or None if no tile fits."""
-    return default_tile(point.kernel, arch, point.dtype, max(point.head_dim, point.head_dim_v))
+    return builtin_tile(point.kernel, arch, point.dtype, max(point.head_dim, point.head_dim_v))
 
 
 @dataclass(frozen=True)
 class PointResult:
     """Result of one point."""
 
-    point: Point
+    point: TuningPoint
     default: Tile
-    ranked: Ranked = field(default_factory=Ranked)
-    measured: Measured[Tile] | None = None
-    left: int = 0  # binaries that are not compiled, because the budget ended
+    ranked: RankedCandidates = field(default_factory=RankedCandidates)
+    search_result: SearchResult[Tile] | None = None
+    uncompiled_jobs: int = 0  # binaries that are not compiled, because the budget ended
 
     @property
     def estimate(self) -> Tile | None:
         """Tile with the best bound among those without options, since bounds do not compare kernels or schedules."""
-        return next((tile for tile in self.ranked.tiles if not options_of(tile)), None)
+        return next((tile for tile in self.ranked.tiles if not tuned_options(tile)), None)
 
     @property
     def tile(self) -> Tile | None:
         """Fastest tile, or the estimate if none was measured; None if no candidate passes."""
-        return self.measured.best if self.measured is not None and self.measured.best is not None else self.estimate
+        return (
+            self.search_result.best
+            if self.search_result is not None and self.search_result.best is not None
+            else self.estimate
+        )
 
     @property
     def baseline_seconds(self) -> float | None:
         """Median of the built-in tile in the same search; None if its results are wrong or it was not timed."""
-        runs = None if self.measured is None else self.measured.readings.get(self.default)
+        runs = None if self.search_result is None else self.search_result.readings.get(self.default)
         return samples(runs).median if runs else None
 
     @property
-    def best_runs(self) -> Sequence[Reading]:
+    def best_runs(self) -> Sequence[TimedRun]:
         """Timed runs of the fastest tile; empty if nothing was measured."""
-        return () if self.measured is None or self.measured.best is None else self.measured.readings[self.measured.best]
+        return (
+            ()
+            if self.search_result is None or self.search_result.best is None
+            else self.search_result.readings[self.search_result.best]
+        )
 
     def as_row(self) -> dict[str, Any]:
         """Return the row with the columns of :data:`UNITS`."""
@@ -110,11 +118,11 @@ class PointResult:
             "kernel": self.point.kernel, "mask": self.point.mask, "tokens": self.point.length,
             "tile": "none" if tile is None else tile_text(tile), "default": tile_text(self.default),
             "bound": ranked.results[tile].bound if tile is not None and tile in ranked.results else None,
-            "tried": len({*ranked.dropped, *ranked.results}), "failed": len(ranked.dropped), "left": self.left,
-            "wrong": 0 if self.measured is None else len(self.measured.wrong),
+            "tried": len({*ranked.dropped, *ranked.results}), "failed": len(ranked.dropped), "left": self.uncompiled_jobs,
+            "wrong": 0 if self.search_result is None else len(self.search_result.errors),
         }  # fmt: skip
         if runs:
-            with_transfer = median_beside(runs)
+            with_transfer = median_with_transfer(runs)
             row |= {"time": samples(runs).median * 1e3, "spread": 100 * samples(runs).spread}
             row |= {"default's time": baseline and baseline * 1e3, "beside": with_transfer and with_transfer * 1e3}
         return row
@@ -126,124 +134,128 @@ UNITS = {
 }  # fmt: skip
 
 
-def journal_of(config: TuneConfig) -> Journal:
+def open_journal(config: TuneConfig) -> Journal:
     """Open the compile journal in Triton's cache folder, so that it is deleted together with the binaries."""
     folder = private_folder(Path(triton.knobs.cache.dir).absolute())
-    return Journal(folder / f"ringattn_sm_{config.gpu.arch}.jsonl", digest())
+    return Journal(folder / f"ringattn_sm_{config.gpu.arch}.jsonl", compile_digest())
 
 
-def compile_part(config: TuneConfig, journal: Journal, pool: Pool, step: Progress) -> list[PointResult]:
+def compile_points(config: TuneConfig, journal: Journal, pool: Pool, step: Progress) -> list[PointResult]:
     """Compile, filter and rank the candidates of every point, and compile all launches that measuring needs.
 
     The same binaries are compiled without a GPU, so that a machine with a GPU finds them in Triton's cache. Points are
     compiled one after another, so that the budget completes as many points as possible.
     """
     budget = Budget(config.budget if config.device is None else math.inf)
-    compiler = partial(compile_jobs, journal=journal, pool=pool, progress=partial(step, "compiling"), left=budget.left)
+    compiler = partial(
+        compile_jobs, journal=journal, pool=pool, progress=partial(step, "compiling"), seconds_left=budget.left
+    )
     return [_compiled(config, point, compiler) for point in config.points]
 
 
-def _compiled(config: TuneConfig, point: Point, compiler: Compiler) -> PointResult:
-    arch, heads, default = config.gpu.arch, config.shape.heads, built_in(point, config.gpu.arch)
+def _compiled(config: TuneConfig, point: TuningPoint, compiler: Compiler) -> PointResult:
+    arch, heads, default = config.gpu.arch, config.shape.heads, tile_without_table(point, config.gpu.arch)
     assert default is not None
-    tiles = space(point, arch)
+    tiles = tile_candidates(point, arch)
     if config.tiles is not None:
-        tiles = nearest(tiles, default, config.tiles)
+        tiles = nearest_tiles(tiles, default, config.tiles)
     # the timed launch has the point's length, and the check launches one hop per shard
-    launches = ((RANKING_ROLE, None), *((role, checked_sides(point)) for role in ("first", "middle", "last")))
+    launches = ((RANKING_ROLE, None), *((role, check_lengths(point)) for role in ("first", "middle", "last")))
     try:
         ranked = rank_candidates(
             point, arch, compiler, tiles, heads=heads, count=CANDIDATES,
-            schedules_of=SCHEDULES_OF if config.tiles is None else 0,
+            scheduled_tiles=SCHEDULED_TILES if config.tiles is None else 0,
         )  # fmt: skip
-        compiler(job_of(point, tile, arch, heads, *how) for tile, how in product([*ranked.tiles, default], launches))
-    except OutOfBudget as error:
-        return PointResult(point, default, left=error.args[0])
+        compiler(
+            ranking_job(point, tile, arch, heads, *how) for tile, how in product([*ranked.tiles, default], launches)
+        )
+    except BudgetSpentError as error:
+        return PointResult(point, default, uncompiled_jobs=error.args[0])
     return PointResult(point, default, ranked)
 
 
-def measure_part(
+def measure_points(
     config: TuneConfig,
-    found: Sequence[PointResult],
+    compiled_points: Sequence[PointResult],
     journal: Journal,
     step: Progress,
     *,
-    trials_of: Callable[[Point], Any] | None = None,
+    make_trials: Callable[[TuningPoint], Any] | None = None,
     budget: Budget | None = None,
 ) -> list[PointResult]:
     """Search every point on the GPU, and save the result of each point at once.
 
-    ``trials_of`` builds the object that checks and runs tiles at a point, by default :class:`DeviceTrials`. The journal
+    ``make_trials`` builds the object that checks and runs tiles at a point, by default :class:`DeviceTrials`. The journal
     records tiles that break the device.
     """
     device = config.device or torch.device("cpu")
-    make = trials_of or (lambda point: DeviceTrials(point, config.shape, device))
+    make = make_trials or (lambda point: DeviceTrials(point, config.shape, device))
     remaining = budget or Budget(config.budget)
-    step("measuring", sum(planned(len({*result.ranked.tiles} - {result.default})) for result in found))
+    step("measuring", sum(planned_runs(len({*result.ranked.tiles} - {result.default})) for result in compiled_points))
     results = []
-    for number, result in enumerate(found):
+    for number, result in enumerate(compiled_points):
         trials = make(result.point)
         searched = search(
-            result.ranked.tiles, result.default, partial(check, trials, result.point, config.gpu, journal), trials.run,
-            remaining.share(len(found) - number).left, done=partial(step, "measuring", None),
+            result.ranked.tiles, result.default, partial(check_on_device, trials, result.point, config.gpu, journal), trials.run,
+            remaining.share(len(compiled_points) - number).left, on_run=partial(step, "measuring", None),
         )  # fmt: skip
-        results.append(replace(result, measured=searched))
+        results.append(replace(result, search_result=searched))
         if searched.best is not None:
             save(config.folder, config.gpu, [measured_entry(results[-1])])
     return results
 
 
-class BrokenDevice(NamedTuple):
+class DeviceBreakage(NamedTuple):
     """Journal value of a tile that broke the device, with the device's error."""
 
     wrong: str
 
 
-def check(trials: Any, point: Point, gpu: GpuSpec, journal: Journal, tile: Tile) -> str | None:
+def check_on_device(trials: Any, point: TuningPoint, gpu: GpuSpec, journal: Journal, tile: Tile) -> str | None:
     """Return the problem of a tile or None; a tile that broke the device in an earlier run does not run again."""
-    key = f"{gpu.name} {driver()} | {point_text(point)} | {tile_text(tile)}"
-    if (broken := journal.get(key, BrokenDevice)) is not None:
+    key = f"{gpu.name} {installed_driver()} | {point_text(point)} | {tile_text(tile)}"
+    if (broken := journal.get(key, DeviceBreakage)) is not None:
         return broken.wrong
     try:
-        problem: str | None = trials.wrong(tile)
+        problem: str | None = trials.find_error(tile)
     except torch.AcceleratorError as error:  # the device is unusable now; the next run skips the tile
-        journal.put(key, BrokenDevice(f"{type(error).__name__}: {error}".splitlines()[0][:300])._asdict())
+        journal.put(key, DeviceBreakage(f"{type(error).__name__}: {error}".splitlines()[0][:300])._asdict())
         raise
     return problem
 
 
-def estimated_entry(found: PointResult) -> Entry:
+def estimated_entry(point_result: PointResult) -> TableEntry:
     """Return a table entry from the bound alone; default configs ignore such entries."""
-    assert found.estimate is not None
-    result = found.ranked.results[found.estimate]
-    return Entry(
-        found.point, found.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by, **measurement()
+    assert point_result.estimate is not None
+    result = point_result.ranked.results[point_result.estimate]
+    return TableEntry(
+        point_result.point, point_result.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by, **measurement_details()
     )  # fmt: skip
 
 
-def measured_entry(found: PointResult) -> Entry:
-    assert found.tile is not None
-    runs = found.best_runs
-    return Entry(
-        found.point, found.tile, estimated=False, seconds=samples(runs).median, spread=samples(runs).spread,
-        beside=median_beside(runs), baseline=found.baseline_seconds, clocks=clocks_of(runs), driver=driver(),
-        **measurement(),
+def measured_entry(point_result: PointResult) -> TableEntry:
+    assert point_result.tile is not None
+    runs = point_result.best_runs
+    return TableEntry(
+        point_result.point, point_result.tile, estimated=False, seconds=samples(runs).median, spread=samples(runs).spread,
+        beside=median_with_transfer(runs), baseline=point_result.baseline_seconds, clocks=median_clocks(runs), driver=installed_driver(),
+        **measurement_details(),
     )  # fmt: skip
 
 
-def driver() -> str | None:
+def installed_driver() -> str | None:
     try:
         return nvml.driver_version()
-    except nvml.NoNvml:
+    except nvml.NvmlUnavailableError:
         return None
 
 
-def measurement() -> dict[str, Any]:
+def measurement_details() -> dict[str, Any]:
     """Return the date, the versions and the command line of a measurement."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"triton": triton.__version__, "torch": torch.__version__},
-        "command": command(),
+        "command": typed_command(),
     }
 
 
@@ -254,53 +266,61 @@ def tune(config: TuneConfig, workers: int, step: Progress) -> Result:
         RefusedTable: The folder has a table of this GPU that cannot be read.
         ValueError: The folder cannot be created.
     """
-    known(private_folder(config.folder), config.gpu)  # raise for an unreadable table before minutes of work
-    journal = journal_of(config)
+    read_tuned_table(private_folder(config.folder), config.gpu)  # raise for an unreadable table before minutes of work
+    journal = open_journal(config)
     with Pool(compile_job, workers) as pool:
-        results = compile_part(config, journal, pool, step)
+        results = compile_points(config, journal, pool, step)
     usable = [result for result in results if result.ranked.tiles]
     # save estimates before measuring, which may be interrupted; they never replace measurements
     estimates = [estimated_entry(result) for result in usable if result.estimate is not None]
     path = save(config.folder, config.gpu, estimates) if usable else None
     if config.device is not None and usable:
         unusable = [result for result in results if not result.ranked.tiles]
-        results = measure_part(config, usable, journal, step) + unusable
+        results = measure_points(config, usable, journal, step) + unusable
     return Result(
         "tune",
         UNITS,
         [result.as_row() for result in results],
-        [f"{point_text(it.point)}: no candidate passes" for it in results if it.tile is None and not it.left],
-        notes_of(results, path),
+        [
+            f"{point_text(it.point)}: no candidate passes"
+            for it in results
+            if it.tile is None and not it.uncompiled_jobs
+        ],
+        tuning_notes(results, path),
         provenance(config.device or torch.device("cpu")),
     )
 
 
-def notes_of(found: Sequence[PointResult], path: Path | None) -> list[str]:
+def tuning_notes(point_results: Sequence[PointResult], path: Path | None) -> list[str]:
     """Return notes on dropped candidates, the budget, the written table and the speedup."""
-    reasons = Counter(re.sub(r"^\d+ ", "", reason) for result in found for reason in result.ranked.dropped.values())
+    reasons = Counter(
+        re.sub(r"^\d+ ", "", reason) for result in point_results for reason in result.ranked.dropped.values()
+    )
     notes = [f"dropped: {count} x {reason}" for reason, count in reasons.most_common(4)]
-    if left := [result.left for result in found if result.left]:
+    if left := [result.uncompiled_jobs for result in point_results if result.uncompiled_jobs]:
         notes.append(
-            f"--budget ended: {len(left)} of {len(found)} points are not compiled, with at least {sum(left)} binaries; "
+            f"--budget ended: {len(left)} of {len(point_results)} points are not compiled, with at least {sum(left)} binaries; "
             "run the same command again to continue"
         )
-    if incomplete := [result for result in found if result.measured is not None and not result.measured.complete]:
+    if incomplete := [
+        result for result in point_results if result.search_result is not None and not result.search_result.is_complete
+    ]:
         notes.append(
-            f"--budget ended: {len(incomplete)} of {len(found)} searches are incomplete; pass a longer --budget"
+            f"--budget ended: {len(incomplete)} of {len(point_results)} searches are incomplete; pass a longer --budget"
         )
     if path is not None:
         notes.append(f"written: {path}")
     ratios = {
         result.point: samples(result.best_runs).median / result.baseline_seconds
-        for result in found
+        for result in point_results
         if result.best_runs and result.baseline_seconds
     }
     if ratios:
         best = min(ratios, key=ratios.__getitem__)
         notes.append(
-            f"best: {sum(ratio < 1 for ratio in ratios.values())} of {len(found)} points are faster than the default; "
+            f"best: {sum(ratio < 1 for ratio in ratios.values())} of {len(point_results)} points are faster than the default; "
             f"largest gain {1 - ratios[best]:.1%} for {point_text(best)}"
         )
-    elif any(result.tile is not None for result in found):
+    elif any(result.tile is not None for result in point_results):
         notes.append("best: estimates only; kernels.default_config(q, v, estimated=True) uses them")
     return notes

@@ -30,13 +30,13 @@ try:
 except ModuleNotFoundError:
     raise SystemExit(EXTRA) from None
 
-from .common.output import prints  # noqa: E402
+from .common.output import is_printing_rank  # noqa: E402
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 Refusal: Any = typer.BadParameter.__mro__[2]  # Click's ClickException, which new versions of typer hide
 
 
-class Group(typer.core.TyperGroup):
+class CommandGroup(typer.core.TyperGroup):
     """Group of commands. An unknown command ends with one line, as every refusal does."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **__: Any) -> Any:
@@ -44,12 +44,12 @@ class Group(typer.core.TyperGroup):
         name = prog_name or "ringattn"
         self._main_shell_completion({}, name)
         try:
-            code: Any = run(lambda: self, name, list(sys.argv[1:] if args is None else args))
+            code: Any = run_command(lambda: self, name, list(sys.argv[1:] if args is None else args))
             sys.stdout.flush()
         except BrokenPipeError:
-            code = _silenced()
+            code = _silence_output()
         except SystemExit as exit_request:  # rich raises SystemExit at a closed pipe
-            code = _silenced() if isinstance(exit_request.__context__, BrokenPipeError) else exit_request.code
+            code = _silence_output() if isinstance(exit_request.__context__, BrokenPipeError) else exit_request.code
         sys.exit(code)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -67,7 +67,7 @@ class Group(typer.core.TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-def _silenced() -> int:
+def _silence_output() -> int:
     """Discard all further output, including buffered output at exit; return the exit code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
@@ -76,14 +76,17 @@ def _silenced() -> int:
 
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     help="Exact attention over a sequence that is split across GPUs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
 bench = typer.Typer(
-    cls=Group, help="Measure kernels, links, overlap and whole rings.", no_args_is_help=True, context_settings=HELP
+    cls=CommandGroup,
+    help="Measure kernels, links, overlap and whole rings.",
+    no_args_is_help=True,
+    context_settings=HELP,
 )
 app.add_typer(bench, name="bench")
 
@@ -101,17 +104,17 @@ def _register(group: typer.Typer, name: str, summary: str, module: str) -> None:
 
     @group.command(name, help=summary, context_settings=_PASS_ON)
     def command(context: typer.Context) -> None:
-        raise typer.Exit(run(lambda: _imported(module), context.command_path, list(context.args)))
+        raise typer.Exit(run_command(lambda: _imported(module), context.command_path, list(context.args)))
 
 
 def _imported(module: str) -> Any:
     return typer.main.get_command(import_module(f"{__package__.rpartition('.')[0]}.{module}").app)
 
 
-def run(made: Callable[[], Any], name: str, arguments: list[str]) -> int:
-    """Run the command that ``made`` returns; return the exit code. Refusals and Ctrl-C print one line."""
+def run_command(make_command: Callable[[], Any], name: str, arguments: list[str]) -> int:
+    """Run the command that ``make_command`` returns; return the exit code. Refusals and Ctrl-C print one line."""
     try:
-        target = made()
+        target = make_command()
         # typer keeps the source's line breaks in every paragraph but the first.
         target.help = target.help and re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(target.help))
         with target.make_context(name, arguments, **HELP) as context:
@@ -119,11 +122,11 @@ def run(made: Callable[[], Any], name: str, arguments: list[str]) -> int:
     except typer.Exit as exit_request:
         return exit_request.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return _refuse("interrupted", 130) if prints() else 130
+        return _print_refusal("interrupted", 130) if is_printing_rank() else 130
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] not in PACKAGES:
             raise
-        return _refuse(EXTRA, 2)
+        return _print_refusal(EXTRA, 2)
     except Refusal as refused:
         plain = isinstance(refused, typer.BadParameter) and refused.param is None
         message = refused.message if plain else refused.format_message()
@@ -133,13 +136,13 @@ def run(made: Callable[[], Any], name: str, arguments: list[str]) -> int:
         message = message.replace("Input should be", "it must be").replace("Value error, ", "")
         message = re.sub(r", unable to parse .*|, got a .*", "", message)
         where = getattr(getattr(refused, "ctx", None), "command_path", name)
-        return _refuse(f"{where}: {message}", refused.exit_code)
+        return _print_refusal(f"{where}: {message}", refused.exit_code)
     except (ValueError, NotImplementedError) as refused:
-        return _refuse(f"{name}: {refused}", 2)
+        return _print_refusal(f"{name}: {refused}", 2)
     return 0
 
 
-def _refuse(line: str, code: int) -> int:
+def _print_refusal(line: str, code: int) -> int:
     """Print a line on standard error, on every rank because only one rank may refuse; return the exit code."""
     print(" ".join(line.split()), file=sys.stderr)
     return code

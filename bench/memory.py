@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import flags
-from .common.launching import spawn
-from .common.ranks import Member, member
-from .common.result import Result, Row, finish
+from .common.launching import run_process_group
+from .common.ranks import LaunchedRank, launched_rank
+from .common.result import Result, Row, finish_command
 
 if TYPE_CHECKING:
     import torch
@@ -30,31 +30,36 @@ UNITS = {
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def measure(
-    place: Member, device: torch.device, configs: Sequence[AttentionConfig], form: RingForm, nodes: int, chunks: int
+def measure_memory(
+    place: LaunchedRank,
+    device: torch.device,
+    configs: Sequence[AttentionConfig],
+    form: RingForm,
+    nodes: int,
+    chunks: int,
 ) -> list[list[dict[str, int]]]:
     """Run one ring after the other over the first ranks; return the peaks of all its ranks, per ring joined."""
     import torch.distributed as dist
     from torch import set_num_threads
 
-    from ..comm.control import control_of
-    from .common.memory import freed_at_once
+    from ..comm.control import open_control
+    from .common.memory import return_freed_memory
 
     peaks_by_world: list[list[Any]] = []
-    with freed_at_once(device):
+    with return_freed_memory(device):
         for config in configs:
             group = dist.new_group(range(config.world))  # a collective of all ranks
             if place.rank < config.world:
                 set_num_threads(config.threads)
                 # Warm up connections, thread pools and lazy modules, whose memory does not grow with the shards.
-                peaks(replace(config, seqlen=WARM_TOKENS * config.world), form, nodes, chunks, group)
-                own_peaks = peaks(config, form, nodes, chunks, group)
-                peaks_by_world.append(control_of(group).gather(own_peaks, what="the peaks of the ranks"))
+                ring_peaks(replace(config, seqlen=WARM_TOKENS * config.world), form, nodes, chunks, group)
+                own_peaks = ring_peaks(config, form, nodes, chunks, group)
+                peaks_by_world.append(open_control(group).gather(own_peaks, what="the peaks of the ranks"))
             dist.barrier()  # ranks outside the group wait idle
     return peaks_by_world
 
 
-def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, group: Any) -> dict[str, int]:
+def ring_peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, group: Any) -> dict[str, int]:
     """Return the peak bytes of a first call above the start: inputs, slots, saved tensors, everything."""
     import torch
 
@@ -66,9 +71,9 @@ def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, grou
     topology = Topology.grid(nodes, config.world // nodes) if nodes > 1 else None
     dtypes: dict[str, Any] = {"wire_dtype": form.wire_dtype, "grad_wire_dtype": form.grad_wire_dtype}
     with Ring(group, topology=topology, slots=form.slots, chunks=chunks, **dtypes) as ring:
-        *inputs, dout = config.drawn(ring.rank, torch.device("cpu"))
+        *inputs, dout = config.random_shard(ring.rank, torch.device("cpu"))
         leaves = [x.requires_grad_() for x in inputs]
-        out = ring_attention(*leaves, layout=config.held, ring=ring, causal=config.causal)
+        out = ring_attention(*leaves, layout=config.token_layout, ring=ring, causal=config.causal)
         assert isinstance(out, torch.Tensor)
         forward = peak_memory.bytes
         grads = torch.autograd.grad(out, leaves, dout)
@@ -76,10 +81,10 @@ def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, grou
         return {"forward": forward, "peak": max(forward, peak_memory.bytes), "kept": kept_bytes}
 
 
-def rows_of(worlds: Sequence[int], found: Sequence[Sequence[dict[str, int]]]) -> list[Row]:
+def memory_rows(worlds: Sequence[int], peaks_by_world: Sequence[Sequence[dict[str, int]]]) -> list[Row]:
     """Build one row per world, from the rank that needs most."""
     rows: list[Row] = []
-    for world, ranks in zip(worlds, found, strict=True):
+    for world, ranks in zip(worlds, peaks_by_world, strict=True):
         maxima = {name: max(rank[name] for rank in ranks) / 1e6 for name in ("peak", "forward", "kept")}
         smallest_peak = min(rank["peak"] for rank in ranks) / 1e6
         rows.append({
@@ -121,9 +126,9 @@ def memory(
 
     Exit with code 1 if peak memory differs between numbers of ranks.
     """
-    kv_heads = flags.kv_heads_of(heads, kv_heads)
+    kv_heads = flags.resolve_kv_heads(heads, kv_heads)
     flags.check_chunks([chunks], kv_heads)
-    worlds = worlds_of(member(), worlds)
+    worlds = resolve_worlds(launched_rank(), worlds)
     for world in worlds:
         if nodes > 1 and (world % nodes or world // nodes < 2):
             raise typer.BadParameter(
@@ -133,7 +138,7 @@ def memory(
     from torch import device
 
     from .common.attention import AttentionConfig
-    from .common.memory import refuse_ranks
+    from .common.memory import check_ranks_fit
     from .common.memory_table import OURS, RingForm, candidate_bytes
     from .common.provenance import provenance
 
@@ -142,27 +147,29 @@ def memory(
     def config(world: int) -> AttentionConfig:
         return AttentionConfig(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
 
-    refuse_ranks("--tokens", config(largest_world), partial(candidate_bytes, OURS, form=form), per_rank=True)
+    check_ranks_fit("--tokens", config(largest_world), partial(candidate_bytes, OURS, form=form), per_rank=True)
     with Console(stderr=True).status("measuring"):
-        peaks_by_world = spawn(largest_world, measure, [config(world) for world in worlds], form, nodes, chunks)
+        peaks_by_world = run_process_group(
+            largest_world, measure_memory, [config(world) for world in worlds], form, nodes, chunks
+        )
     if len(peaks_by_world) < len(worlds):
         return  # this launched rank is not in every ring
-    rows = rows_of(worlds, peaks_by_world)
+    rows = memory_rows(worlds, peaks_by_world)
     highest = [row["peak"] for row in rows]
     spread = max(highest) / min(highest) - 1
     wires = [f"{what} as {kind}" for what, kind in (("K/V", wire_dtype), ("dK/dV", grad_wire_dtype)) if kind]
-    counts = flags.counted(nodes, "node"), flags.counted(slots, "slot"), flags.counted(chunks, "chunk")
+    counts = flags.count_noun(nodes, "node"), flags.count_noun(slots, "slot"), flags.count_noun(chunks, "chunk")
     title = [config(largest_world).title, *counts, *wires]
     failed = [f"memory per rank differs by {spread:.1%} between worlds; at most {ALLOWED_SPREAD:.0%} is allowed"]
     summary = f"peak of a rank: {max(highest):.4g} MB; difference between worlds: {spread:+.2%}"
     failed = failed if spread > ALLOWED_SPREAD else []
-    finish(Result("bench memory", UNITS, rows, failed, [", ".join(title), summary], provenance(cpu)), json, csv)
+    finish_command(Result("bench memory", UNITS, rows, failed, [", ".join(title), summary], provenance(cpu)), json, csv)
 
 
-def worlds_of(place: Member | None, given: list[int] | None) -> list[int]:
+def resolve_worlds(place: LaunchedRank | None, requested_worlds: list[int] | None) -> list[int]:
     """Return ``--world``, or 2, 4 and 8, or under a launcher 2, 4, … and all of its ranks."""
     if place is None:
-        return given or list(WORLDS)
-    if given and max(given) > place.world:
-        raise typer.BadParameter(f"--world is {max(given)}: the launcher started {place.world} ranks")
-    return given or sorted({*(world for world in WORLDS if world < place.world), place.world})
+        return requested_worlds or list(WORLDS)
+    if requested_worlds and max(requested_worlds) > place.world:
+        raise typer.BadParameter(f"--world is {max(requested_worlds)}: the launcher started {place.world} ranks")
+    return requested_worlds or sorted({*(world for world in WORLDS if world < place.world), place.world})

@@ -7,11 +7,11 @@ from .registry import TransportFactory, register_transport, transport_names, unr
 from .slots import Slots, Windows, slot_nbytes, windows_of
 from .topology.topology import Topology
 from .transport import DONE, Edge, Fence, Message, Placed, Transport, TransportBase, TransportError, check_messages
-from .transports.choice import open_transport, open_transports
 from .transports.local import LocalTransport
 from .transports.nccl import NcclTransport
 from .transports.nccl_one_sided import NcclOneSidedTransport
 from .transports.process_group import ProcessGroupTransport
+from .transports.selection import open_transport, open_transports
 from .world import LocalGroup, LocalMesh, LocalWorld, WorldAborted, single_rank
 
 __all__ = [

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from .kept import CONNECTION, kept_of
+from .group_cache import CONNECTION_KEY, get_group_cache
 from .processes import has_ended, own_process, shut_socket
-from .transport import TransportError, decoded, encoded
+from .transport import TransportError, decode_value, encode_value
 from .world import DEFAULT_TIMEOUT, Hub, LocalGroup, WorldAborted
 
 # Time that a rank that gives up or leaves allows the store for its final messages.
-LAST_SECONDS = 1.0
+FINAL_STORE_SECONDS = 1.0
 # Pauses between reads of a waiting `gather`. The first is short, so that ranks in step lose no time. The last is long,
 # so that 1,000 ranks that wait for one rank do not overload the store.
-FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 2e-4, 2e-2
+FIRST_POLL_SECONDS, MAX_POLL_SECONDS = 2e-4, 2e-2
 # No rank ever sends with this tag, so a receive with it always times out.
 INTERRUPT_TAG = 20000
 
@@ -46,18 +46,18 @@ def connection_closed(group: dist.ProcessGroup, peer: int) -> bool:
     if "gloo" not in dist.get_backend_config(group):
         return False
     try:
-        receive_nothing(group, peer)
+        post_unmatched_receive(group, peer)
     except RuntimeError:
         return True
     return False
 
 
-def server_gone(seconds: float) -> str:
+def describe_lost_server(seconds: float) -> str:
     """Return text for an error about the store if rank 0 of the job is found dead within `seconds`, else ""."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.rank() == 0:
         return ""
-    begun, pause = time.monotonic(), LONGEST_POLL_SECONDS
+    begun, pause = time.monotonic(), MAX_POLL_SECONDS
     while not connection_closed(world, 0):  # the connections of a dead process break one after the other
         if time.monotonic() - begun >= seconds:
             return ""
@@ -66,7 +66,7 @@ def server_gone(seconds: float) -> str:
     return ", and rank 0 of the job, which usually serves it, is gone, too"
 
 
-def receive_nothing(group: dist.ProcessGroup, peer: int) -> dist.Work:
+def post_unmatched_receive(group: dist.ProcessGroup, peer: int) -> dist.Work:
     scratch = torch.empty(1, dtype=torch.uint8, device="cpu")  # the default device may be another
     work = dist.irecv(scratch, group=group, group_src=peer, tag=INTERRUPT_TAG)
     assert work is not None
@@ -80,11 +80,11 @@ T = TypeVar("T")
 ANSWER_SECONDS = 20.0
 # A waiting rank checks for dead ranks after the first of these times, then each time the wait's age has doubled, but at
 # least at the second interval.
-FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 10.0
+FIRST_CHECK_SECONDS, MAX_CHECK_SECONDS = 1.0, 10.0
 
 
 @dataclass
-class Scope:
+class KeyScope:
     """A connection's counters for the keys below one prefix, shared by every `Control` with that prefix."""
 
     gathers: int = 0  # number of gathers so far, equal on every rank
@@ -96,23 +96,23 @@ class Connection(Protocol):
     """One rank's connection to the store of its group."""
 
     patience: float  # default timeout of a gather in seconds
-    scopes: defaultdict[str, Scope]  # keyed by prefix
+    scopes: defaultdict[str, KeyScope]  # keyed by prefix
     published: set[str]  # this rank's keys in the store
 
     def __init__(self, patience: float) -> None:
-        self.patience, self.scopes, self.published = patience, defaultdict(Scope), set()
+        self.patience, self.scopes, self.published = patience, defaultdict(KeyScope), set()
 
-    def ask(self, do: Callable[[Store], T], timeout: float) -> T:
+    def call_store(self, do: Callable[[Store], T], timeout: float) -> T:
         """Run `do` with the store and return its result.
 
         Raises:
             TransportError: the store fails or does not answer within `timeout` seconds.
         """
 
-    def tell(self, do: Callable[[Store], object]) -> None:
+    def enqueue(self, do: Callable[[Store], object]) -> None:
         """Run `do` soon. Nobody waits for it, and a failure of the store is ignored."""
 
-    def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
+    def find_dead_peer(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
         """Return an error if one of these ranks is known to be dead. A waiting rank calls this repeatedly.
 
         `names` are rank numbers for errors, and `timeout` limits the check in seconds.
@@ -122,20 +122,20 @@ class Connection(Protocol):
         """End the connection. Idempotent."""
 
 
-class Looks:
+class CheckSchedule:
     """Schedule of a waiting rank's expensive checks."""
 
     def __init__(self) -> None:
         self._since = self._last = self._next = -math.inf
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Return True if a check is due. Called continuously during a wait, and not between waits."""
-        if now - self._last > FIRST_LOOK_SECONDS:  # a new wait has begun
-            self._since, self._next = now, now + FIRST_LOOK_SECONDS
+        if now - self._last > FIRST_CHECK_SECONDS:  # a new wait has begun
+            self._since, self._next = now, now + FIRST_CHECK_SECONDS
         self._last = now
         if now < self._next:
             return False
-        self._next = now + min(now - self._since, LONGEST_LOOK_SECONDS)
+        self._next = now + min(now - self._since, MAX_CHECK_SECONDS)
         return True
 
 
@@ -155,7 +155,7 @@ class StoreConnection(Connection):
         super().__init__(DEFAULT_TIMEOUT)
         self.prefix = ""
         self._group = None if group is None else weakref.ref(group)  # the connection must not keep the group alive
-        self._looks = Looks()
+        self._looks = CheckSchedule()
         self._gone: str | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_serve, args=(self._jobs,), name="ringattn-store", daemon=True)
@@ -163,15 +163,15 @@ class StoreConnection(Connection):
         thread.start()
         self._store = store
         try:
-            self._store = self.ask(lambda group_store: _connected(group_store, seconds), seconds)
+            self._store = self.call_store(lambda group_store: _own_store(group_store, seconds), seconds)
         except BaseException:
             self._jobs.put(None)
             raise
         self._stop = weakref.finalize(self, self._jobs.put, None)
         self._stop.atexit = False
 
-    def ask(self, do: Callable[[Store], T], timeout: float) -> T:
-        """Run `do` in the thread; see `Connection.ask`. Never asks a failed store again: torch prints a trace."""
+    def call_store(self, do: Callable[[Store], T], timeout: float) -> T:
+        """Run `do` in the thread; see `Connection.call_store`. Never asks a failed store again: torch prints a trace."""
         if self._gone is not None:
             raise TransportError(self._gone)
         answer: Future[T] = Future()
@@ -189,13 +189,13 @@ class StoreConnection(Connection):
             return answer.result(timeout)
         except TimeoutError:
             answer.cancel()
-            gone = server_gone(0.0)
+            gone = describe_lost_server(0.0)
             raise TransportError(f"the store of the group has not answered for {timeout:g} s{gone}") from None
         except dist.DistError as error:
-            self._gone = f"the store of the group is gone{server_gone(LAST_SECONDS)}: {str(error).splitlines()[0]}"
+            self._gone = f"the store of the group is gone{describe_lost_server(FINAL_STORE_SECONDS)}: {str(error).splitlines()[0]}"
             raise TransportError(self._gone) from error
 
-    def tell(self, do: Callable[[Store], object]) -> None:
+    def enqueue(self, do: Callable[[Store], object]) -> None:
         store = self._store
 
         def job() -> None:
@@ -205,14 +205,14 @@ class StoreConnection(Connection):
         if self._gone is None:
             self._jobs.put(job)
 
-    def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
+    def find_dead_peer(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
         """Detect a dead rank by its gloo connection, or on the same machine by its process.
 
         Two kinds of dead ranks on other hosts stay undetected: those in a group with NCCL alone, and those that died
         before they first used this group for a ring. Waits for them end by their deadline.
         """
         group = None if self._group is None else self._group()
-        if group is None or not self._looks.due(time.monotonic()):
+        if group is None or not self._looks.is_due(time.monotonic()):
             return None
         for rank in missing:
             if connection_closed(group, rank):
@@ -220,8 +220,8 @@ class StoreConnection(Connection):
                     f"rank {names[rank]} is gone: its connection to rank {names[group.rank()]} is closed"
                 )
             key = f"{self.prefix}process/{rank}"
-            process = self.ask(lambda store, key=key: store.get(key) if store.check([key]) else b"null", timeout)  # type: ignore[misc]
-            if has_ended(decoded(process, key)):
+            process = self.call_store(lambda store, key=key: store.get(key) if store.check([key]) else b"null", timeout)  # type: ignore[misc]
+            if has_ended(decode_value(process, key)):
                 return TransportError(f"rank {names[rank]} is gone: its process has ended")
         return None
 
@@ -231,7 +231,7 @@ class StoreConnection(Connection):
         self._store = None  # type: ignore[assignment]  # closes the connection
 
 
-def connect(group: dist.ProcessGroup, seconds: float) -> StoreConnection:
+def connect_store(group: dist.ProcessGroup, seconds: float) -> StoreConnection:
     """Connect to the store of a group within `seconds`.
 
     Raises:
@@ -239,7 +239,7 @@ def connect(group: dist.ProcessGroup, seconds: float) -> StoreConnection:
     """
     # All supported versions of torch keep a store for every group.
     store: Store = dist.distributed_c10d._get_process_group_store(group)
-    process = encoded(own_process())
+    process = encode_value(own_process())
     connection = StoreConnection(store, seconds, group)
 
     def go(own: Store) -> str:
@@ -252,11 +252,11 @@ def connect(group: dist.ProcessGroup, seconds: float) -> StoreConnection:
         own.set(f"{prefix}{opened}/process/{group.rank()}", process)  # type: ignore[arg-type]
         return f"{prefix}{opened}/"
 
-    connection.prefix = connection.ask(go, seconds)
+    connection.prefix = connection.call_store(go, seconds)
     return connection
 
 
-def _connected(store: Store, seconds: float) -> Store:
+def _own_store(store: Store, seconds: float) -> Store:
     """Return a separate connection without the group's prefix, whose waits end after ANSWER_SECONDS."""
     plain = getattr(store, "_underlying_non_prefix_store", store)
     if isinstance(plain, TCPStore):
@@ -286,7 +286,7 @@ SHUT_SECONDS = 0.1
 
 
 @atexit.register
-def _end_all() -> None:
+def _join_store_threads() -> None:
     """Wait for every store thread, because a thread that returns after the interpreter's shutdown aborts the process.
 
     After LAST_SECONDS without an answer, the socket is shut down so that the blocked call returns.
@@ -295,7 +295,7 @@ def _end_all() -> None:
     for _, jobs in serving:
         jobs.put(None)
     for thread, _ in serving:
-        thread.join(LAST_SECONDS)
+        thread.join(FINAL_STORE_SECONDS)
         while thread.is_alive():
             if not shut_socket(thread):
                 thread.join(ANSWER_SECONDS)
@@ -312,19 +312,19 @@ class LocalConnection(Connection):
         super().__init__(self._hub.timeout)
         self._lock = threading.Lock()  # shared by the rank's thread and the watchdog
 
-    def ask(self, do: Callable[[Store], T], timeout: float) -> T:
+    def call_store(self, do: Callable[[Store], T], timeout: float) -> T:
         with self._lock:
             return do(self._hub.store)
 
-    def tell(self, do: Callable[[Store], object]) -> None:
-        self.ask(do, 0.0)
+    def enqueue(self, do: Callable[[Store], object]) -> None:
+        self.call_store(do, 0.0)
 
-    def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
+    def find_dead_peer(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
         """Return an error if another rank raised, or if a missing rank has returned from `fn`."""
         failure = self._hub.failure
         if failure is not None:
             return WorldAborted(f"{self._group} gave up waiting because another rank raised {type(failure).__name__}")
-        gone = self._hub.returned(missing)
+        gone = self._hub.find_returned(missing)
         if gone:
             return TransportError(f"{self._group} waits for rank {names[gone[0]]}, which has already returned")
         return None
@@ -336,7 +336,7 @@ class LocalConnection(Connection):
 class Control:
     """Exchange of small, rare JSON values between the ranks of one group.
 
-    `gather` and `merged` are collective: every rank calls them in the same order. `publish` and `look` never wait for
+    `gather` and `gather_merged` are collective: every rank calls them in the same order. `publish` and `read_key` never wait for
     other ranks. The ranks are processes (through the store of torch.distributed, on a separate connection) or virtual
     ranks of a `LocalWorld`. Any thread may call. Tuples become lists. No wait exceeds `patience` seconds, whatever the
     group's timeout is; None uses the connection's patience.
@@ -363,12 +363,12 @@ class Control:
     def gather(
         self, value: object, *, what: str, timeout: float | None = None, stop: Callable[[], str | None] | None = None
     ) -> list[object]:
-        """Return `value` of every rank, in rank order. See `merged` for the arguments and errors."""
-        result = self.merged(value, list, what=what, timeout=timeout, stop=stop)
+        """Return `value` of every rank, in rank order. See `gather_merged` for the arguments and errors."""
+        result = self.gather_merged(value, list, what=what, timeout=timeout, stop=stop)
         assert isinstance(result, list)
         return result
 
-    def merged(
+    def gather_merged(
         self,
         value: object,
         merge: Callable[[list[object]], object],
@@ -394,7 +394,7 @@ class Control:
                 ranks also raise the error that ended rank 0's part.
         """
         if self.size == 1:
-            return decoded(encoded(merge([decoded(encoded(value), what)])), what)
+            return decode_value(encode_value(merge([decode_value(encode_value(value), what)])), what)
         scope = self._connection.scopes[self._prefix]
         key, answer = f"gather{scope.gathers}/{{}}".format, f"gather{scope.gathers}/all"
         scope.gathers += 1
@@ -402,9 +402,11 @@ class Control:
         if self.rank == 0:
             keys = {rank: key(rank) for rank in range(self.size)}
             return self._merge(keys, answer, merge, what=what, timeout=timeout, stop=stop)
-        self._await({0: answer}, what, self._within(timeout), stop, lambda: {r: key(r) for r in range(self.size)})
-        self.forget(key(self.rank))
-        message: Any = self.look(answer)
+        self._wait_for_keys(
+            {0: answer}, what, self._clamp_timeout(timeout), stop, lambda: {r: key(r) for r in range(self.size)}
+        )
+        self.delete_key(key(self.rank))
+        message: Any = self.read_key(answer)
         problem, result = message
         if problem:
             raise TransportError(problem)
@@ -415,8 +417,8 @@ class Control:
     ) -> object:
         """Merge on rank 0, and publish the result or the error for the waiting ranks."""
         try:
-            merged = decoded(
-                encoded(merge(self.collect(keys, what=what, **wait))), what
+            merged = decode_value(
+                encode_value(merge(self.collect(keys, what=what, **wait))), what
             )  # encode and decode, so that rank 0 gets the same as the others
         except WorldAborted:  # the other ranks see the abort themselves
             raise
@@ -433,7 +435,7 @@ class Control:
         scope = self._connection.scopes[self._prefix]
         for key in (keys[0], scope.answer):
             if key is not None:  # a rank that published for this merge has read the last answer
-                self.forget(key)
+                self.delete_key(key)
         scope.answer = answer
         return merged
 
@@ -445,11 +447,11 @@ class Control:
         timeout: float | None = None,
         stop: Callable[[], str | None] | None = None,
     ) -> list[object]:
-        """Wait until each rank has published its key, and return the values. See `merged` for the other arguments."""
-        self._await(keys, what, self._within(timeout), stop)
+        """Wait until each rank has published its key, and return the values. See `gather_merged` for the other arguments."""
+        self._wait_for_keys(keys, what, self._clamp_timeout(timeout), stop)
         full = [self._prefix + key for key in keys.values()]
-        values = self._connection.ask(lambda store: store.multi_get(full), self._within(ANSWER_SECONDS))
-        return [decoded(data, key) for data, key in zip(values, full, strict=True)]
+        values = self._connection.call_store(lambda store: store.multi_get(full), self._clamp_timeout(ANSWER_SECONDS))
+        return [decode_value(data, key) for data, key in zip(values, full, strict=True)]
 
     def publish(self, key: str, value: object) -> None:
         """Store `value` under `key`, replacing the previous value. Waits for no other rank.
@@ -459,23 +461,23 @@ class Control:
         """
         self.exchange({key: value})
 
-    def look(self, key: str) -> object | None:
+    def read_key(self, key: str) -> object | None:
         """Return the value last published under `key` by any rank, or None. Waits for no other rank.
 
         Raises:
             TransportError: the store is gone.
         """
-        return self.exchange(look=[key]).get(key)
+        return self.exchange(read=[key]).get(key)
 
     def exchange(
-        self, publish: Mapping[str, object] | None = None, look: Sequence[str] = (), timeout: float = ANSWER_SECONDS
+        self, publish: Mapping[str, object] | None = None, read: Sequence[str] = (), timeout: float = ANSWER_SECONDS
     ) -> dict[str, object]:
         """Publish some keys and then read others, in one request. Missing keys are left out of the result.
 
         Raises:
             TransportError: the store is gone, or has not answered within `timeout` seconds.
         """
-        values = {self._prefix + key: encoded(value) for key, value in (publish or {}).items()}
+        values = {self._prefix + key: encode_value(value) for key, value in (publish or {}).items()}
 
         def go(store: Store) -> dict[str, bytes]:
             if self._closed:
@@ -483,20 +485,20 @@ class Control:
             self._connection.published.update(values)
             for key, data in values.items():
                 store.set(key, data)  # type: ignore[arg-type]  # the stub declares str, but the store accepts bytes
-            return {key: store.get(self._prefix + key) for key in look if store.check([self._prefix + key])}
+            return {key: store.get(self._prefix + key) for key in read if store.check([self._prefix + key])}
 
-        data_by_key = self._connection.ask(go, self._within(timeout))
-        return {key: decoded(data, self._prefix + key) for key, data in data_by_key.items()}
+        data_by_key = self._connection.call_store(go, self._clamp_timeout(timeout))
+        return {key: decode_value(data, self._prefix + key) for key, data in data_by_key.items()}
 
-    def hopeless(self, missing: Sequence[int], timeout: float | None = None) -> TransportError | None:
+    def find_dead_peer(self, missing: Sequence[int], timeout: float | None = None) -> TransportError | None:
         """Return an error if one of these ranks is known to be dead, else None.
 
         Raises:
             TransportError: the store is gone, or has not answered within `timeout` seconds or `patience`.
         """
-        return self._connection.hopeless(missing, self.names, min(self._within(timeout), ANSWER_SECONDS))
+        return self._connection.find_dead_peer(missing, self.names, min(self._clamp_timeout(timeout), ANSWER_SECONDS))
 
-    def count(self, key: str, more: int) -> int:
+    def count(self, key: str, increment: int) -> int:
         """Add to a counter that all ranks share and that starts at 0; return its new value. Waits for no other rank.
 
         Raises:
@@ -506,11 +508,11 @@ class Control:
 
         def go(store: Store) -> int:
             self._connection.published.add(full)
-            return store.add(full, more)
+            return store.add(full, increment)
 
-        return self._connection.ask(go, self._within(ANSWER_SECONDS))
+        return self._connection.call_store(go, self._clamp_timeout(ANSWER_SECONDS))
 
-    def forget(self, key: str) -> None:
+    def delete_key(self, key: str) -> None:
         """Delete a key that nobody will read again. Does not wait for the store."""
         full = self._prefix + key
 
@@ -518,7 +520,7 @@ class Control:
             self._connection.published.discard(full)
             store.delete_key(full)
 
-        self._connection.tell(go)
+        self._connection.enqueue(go)
 
     def scope(self, name: str) -> Control:
         """Return a control of the same ranks with other keys. The same `name` gives the same keys again."""
@@ -526,7 +528,7 @@ class Control:
         scope.names, scope.stop = self.names, self.stop
         return scope
 
-    def fresh_scope(self, name: str) -> Control:
+    def new_scope(self, name: str) -> Control:
         """Return a control with unused keys. Every rank calls it in the same order."""
         fresh = self._connection.scopes[self._prefix].fresh
         fresh[name] = fresh.get(name, 0) + 1
@@ -543,43 +545,43 @@ class Control:
             mine = [key for key in [*self._connection.published] if key.startswith(self._prefix)]
             self._connection.published.difference_update(mine)
             left = [f"{self._prefix}left/{rank}" for rank in range(self.size)]
-            store.set(left[self.rank], encoded(mine))  # type: ignore[arg-type]
+            store.set(left[self.rank], encode_value(mine))  # type: ignore[arg-type]
             if store.add(f"{self._prefix}closed", 1) == self.size:
-                theirs = [decoded(data, key) for data, key in zip(store.multi_get(left), left, strict=True)]
+                theirs = [decode_value(data, key) for data, key in zip(store.multi_get(left), left, strict=True)]
                 all_keys = [key for keys in theirs if isinstance(keys, list) for key in keys]
                 for key in [f"{self._prefix}closed", *left, *all_keys]:
                     store.delete_key(key)
 
         if not self._closed:
             with contextlib.suppress(TransportError):
-                self._connection.ask(go, LAST_SECONDS)
+                self._connection.call_store(go, FINAL_STORE_SECONDS)
             for prefix in [prefix for prefix in list(self._connection.scopes) if prefix.startswith(self._prefix)]:
                 del self._connection.scopes[prefix]
 
-    def _within(self, timeout: float | None) -> float:
+    def _clamp_timeout(self, timeout: float | None) -> float:
         return self.patience if timeout is None else min(timeout, self.patience)
 
-    def _await(
+    def _wait_for_keys(
         self,
         wanted: Mapping[int, str],
         what: str,
         timeout: float,
         stop: Callable[[], str | None] | None,
-        said: Callable[[], Mapping[int, str]] = dict,
+        alternatives: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         """Wait for the keys in `wanted`, by rank.
 
-        If the wait times out, the error names the ranks without their key of `said`, or of `wanted` if `said` is empty.
+        If the wait times out, the error names the ranks without their key of `alternatives`, or of `wanted` if `alternatives` is empty.
         """
         begun, pause = time.monotonic(), FIRST_POLL_SECONDS
         missing, stop = list(wanted), stop or self.stop
 
         def left() -> float:
-            return min(max(begun + timeout - time.monotonic(), LAST_SECONDS), ANSWER_SECONDS)
+            return min(max(begun + timeout - time.monotonic(), FINAL_STORE_SECONDS), ANSWER_SECONDS)
 
         def there(keys: Sequence[str]) -> bool:
             full = [self._prefix + key for key in keys]
-            return self._connection.ask(lambda store: store.check(full), left())
+            return self._connection.call_store(lambda store: store.check(full), left())
 
         def all_there(ranks: Sequence[int]) -> bool:
             return there([wanted[rank] for rank in ranks])
@@ -589,22 +591,22 @@ class Control:
             while True:
                 now, reason = time.monotonic(), stop() if stop is not None else None
                 # Check for dead ranks first: a rank may publish its value and then end, and the value still counts.
-                hopeless = self._connection.hopeless(missing[:1], self.names, left())
+                hopeless = self._connection.find_dead_peer(missing[:1], self.names, left())
                 if all_there(missing[:1]):
                     break
                 error = hopeless if reason is None else TransportError(f"{what}: {reason}")
                 if error is None and now >= begun + timeout:
-                    silent = [rank for rank, key in (said() or wanted).items() if not there([key])] or missing
+                    silent = [rank for rank, key in (alternatives() or wanted).items() if not there([key])] or missing
                     late = ", ".join(str(self.names[rank]) for rank in silent)
                     error = TransportError(f"{what}: no answer from rank {late} within {timeout:g} s")
                 if error is not None:
                     raise error
                 time.sleep(pause)
-                pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
+                pause = min(1.5 * pause, MAX_POLL_SECONDS)
             del missing[0]
 
 
-def control_of(group: LocalGroup | dist.ProcessGroup, patience: float | None = None) -> Control:
+def open_control(group: LocalGroup | dist.ProcessGroup, patience: float | None = None) -> Control:
     """Return the control of a group, which shares one connection. The first call is collective.
 
     Args:
@@ -614,13 +616,13 @@ def control_of(group: LocalGroup | dist.ProcessGroup, patience: float | None = N
     Raises:
         TransportError: the store did not accept a connection in time.
     """
-    kept = kept_of(group)
+    kept = get_group_cache(group)
     if isinstance(group, LocalGroup):
-        local = kept.setdefault(CONNECTION, LocalConnection(group))
+        local = kept.setdefault(CONNECTION_KEY, LocalConnection(group))
         assert isinstance(local, LocalConnection)
         return Control(local, group.rank(), group.size(), "ringattn/", patience)
-    if CONNECTION not in kept:
-        kept[CONNECTION] = connect(group, min(ANSWER_SECONDS, patience or ANSWER_SECONDS))
-    connection = kept[CONNECTION]
+    if CONNECTION_KEY not in kept:
+        kept[CONNECTION_KEY] = connect_store(group, min(ANSWER_SECONDS, patience or ANSWER_SECONDS))
+    connection = kept[CONNECTION_KEY]
     assert isinstance(connection, StoreConnection)
     return Control(connection, group.rank(), group.size(), connection.prefix, patience)

@@ -18,9 +18,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 # cudaStreamCaptureModeThreadLocal: calls of this thread do not affect captures of other threads.
-THREAD_LOCAL = 1
+CAPTURE_THREAD_LOCAL = 1
 
-HOST = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 
 
 # Higher than the compute stream's 0, so that the scheduler places the few blocks of a transfer first.
@@ -33,7 +33,7 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return stream
 
 
-def indexed(device: torch.device | str) -> torch.device:
+def with_device_index(device: torch.device | str) -> torch.device:
     """Return the device with an index, because "cuda" without one never equals a tensor's device."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -55,7 +55,7 @@ def on_device(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         with suppress(RuntimeError):  # the device has failed; the caller's own CUDA call will report that
             stack.enter_context(torch.cuda.device(device))
-        before = exchange_capture_mode(THREAD_LOCAL)
+        before = exchange_capture_mode(CAPTURE_THREAD_LOCAL)
         try:
             yield
         finally:
@@ -64,7 +64,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 # A call of the GPU driver may never return, so the exit of the process waits no longer than this for each thread.
 DRIVER_SECONDS = 60.0
-_ENDING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_THREADS_TO_JOIN: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def join_at_exit(thread: threading.Thread) -> None:
@@ -77,23 +77,23 @@ def join_at_exit(thread: threading.Thread) -> None:
 
 def wait_at_exit_for(thread: threading.Thread) -> None:
     """Make the exit of the process wait for a thread that ends by itself."""
-    _ENDING.add(thread)
+    _THREADS_TO_JOIN.add(thread)
 
 
 @atexit.register
 def _join_all() -> None:
-    while alive := [thread for thread in list(_ENDING) if thread.is_alive()]:  # a thread may start another
+    while alive := [thread for thread in list(_THREADS_TO_JOIN) if thread.is_alive()]:  # a thread may start another
         for thread in alive:
             join_at_exit(thread)
-            _ENDING.discard(thread)
+            _THREADS_TO_JOIN.discard(thread)
 
 
-def start(do: Callable[[], object], device: torch.device, name: str) -> threading.Thread:
+def start_thread(function: Callable[[], object], device: torch.device, name: str) -> threading.Thread:
     """Run a function that ends by itself in a new thread on a device. The exit of the process waits for the thread."""
 
     def run() -> None:
         with on_device(device):
-            do()
+            function()
 
     thread = threading.Thread(target=run, name=f"ringattn-{name}", daemon=True)
     wait_at_exit_for(thread)
@@ -101,23 +101,23 @@ def start(do: Callable[[], object], device: torch.device, name: str) -> threadin
     return thread
 
 
-def within(seconds: float, do: Callable[[], object], device: torch.device, name: str) -> bool:
+def run_with_timeout(seconds: float, function: Callable[[], object], device: torch.device, name: str) -> bool:
     """Run a function that may block forever in a new thread, and return True if it ends within `seconds`."""
-    thread = start(do, device, name)
+    thread = start_thread(function, device, name)
     thread.join(seconds)
     return not thread.is_alive()
 
 
 def exchange_capture_mode(mode: int) -> int:
     """Set this thread's `cudaStreamCaptureMode` and return the previous mode. A failed device keeps its mode."""
-    exchange, value = _exchange(), ctypes.c_int(mode)
+    exchange, value = _load_exchange_mode(), ctypes.c_int(mode)
     if exchange is not None:
         exchange(ctypes.byref(value))
     return value.value
 
 
 @functools.cache
-def _exchange() -> Any:
+def _load_exchange_mode() -> Any:
     # The function must come from the CUDA runtime that torch uses, so it is looked up through torch's library. Torch
     # and CuPy do not expose it in Python, and cuda.bindings has a separate runtime.
     library = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"

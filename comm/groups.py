@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..kinds import shown
-from .kept import check_process
+from ..validators import short_repr
+from .group_cache import check_not_forked
 from .world import LocalGroup, LocalMesh, single_rank
 
 Group = LocalGroup | dist.ProcessGroup
@@ -33,7 +33,7 @@ def resolve_group(group: GroupLike = None) -> Group:
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions and a ring has one; pass {_example(group)}"
+                f"group is a DeviceMesh of {group.ndim} dimensions and a ring has one; pass {_submesh_example(group)}"
             )
         members = group.get_group()
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
@@ -42,10 +42,10 @@ def resolve_group(group: GroupLike = None) -> Group:
     if isinstance(members, LocalGroup):
         return members
     if isinstance(members, dist.ProcessGroup):
-        check_process(members)
+        check_not_forked(members)
         return members
     raise ValueError(
-        f"group is {shown(group)}; it must be a torch.distributed ProcessGroup, a one-dimensional DeviceMesh, "
+        f"group is {short_repr(group)}; it must be a torch.distributed ProcessGroup, a one-dimensional DeviceMesh, "
         "a LocalWorld member or None"
     )
 
@@ -56,11 +56,11 @@ def resolve_mesh(group: GroupLike) -> tuple[Group, Group] | None:
     Raises:
         ValueError: the mesh has dimensions with other names, so the ring is unknown.
     """
-    dims = dims_of(group)
+    dims = mesh_groups(group)
     return None if dims is None else (resolve_group(dims[0]), resolve_group(dims[1]))
 
 
-def dims_of(group: GroupLike) -> tuple[Group, Group] | None:
+def mesh_groups(group: GroupLike) -> tuple[Group, Group] | None:
     """Return both groups of a two-dimensional mesh as the mesh holds them, which torch.compile can trace."""
     if isinstance(group, LocalMesh):
         return group.ring, group.ulysses
@@ -69,7 +69,7 @@ def dims_of(group: GroupLike) -> tuple[Group, Group] | None:
     if group.mesh_dim_names not in (None, MESH_DIMS):
         raise ValueError(
             f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; they must be {MESH_DIMS} or "
-            f"have no names. If the mesh has more dimensions, pass those of the sequence, such as {_example(group)}"
+            f"have no names. If the mesh has more dimensions, pass those of the sequence, such as {_submesh_example(group)}"
         )
     return group.get_group(0), group.get_group(1)
 
@@ -84,7 +84,7 @@ def group_rank_size(group: GroupLike = None) -> tuple[int, int]:
     return members.rank(), members.size()
 
 
-def _example(mesh: DeviceMesh) -> str:
+def _submesh_example(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names
     if not names:
         return 'mesh["ring"] of a mesh with mesh_dim_names'

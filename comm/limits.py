@@ -6,22 +6,22 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .checked import LIMITS
+from .arg_checks import LIMITS
 
-CTAS = 8
+DEFAULT_CTAS = 8
 """Default number of thread blocks of a group of NCCL transfers; NCCL's own default can occupy 32 multiprocessors."""
 
-CGA_CLUSTER_SIZE = 1
+DEFAULT_CLUSTER_SIZE = 1
 """Default cluster size. NCCL's own default (4 on sm_90) needs 4 free multiprocessors in one GPC before it starts."""
 
-GPCS = 8
+MAX_GPCS = 8
 """Highest number of GPCs of one GPU (H100, B200). All blocks of a cluster run in the same GPC."""
 
 
 # These apply to every communicator of the process and override a communicator's own configuration.
 CTA_VARIABLES = ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS")
 CLUSTER_VARIABLE = "NCCL_CGA_CLUSTER_SIZE"
-NCCL_CTAS = 32
+MAX_NCCL_CTAS = 32
 """Highest number of thread blocks that NCCL uses if only the minimum is set."""
 
 
@@ -29,7 +29,7 @@ def environment_ctas(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the highest number of thread blocks that the environment allows NCCL, or None if no variable is set."""
     counts = {name: int(text) for name in CTA_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text)}
     most = [count for name, count in counts.items() if "MAX" in name]
-    return min(most, default=NCCL_CTAS) if counts else None
+    return min(most, default=MAX_NCCL_CTAS) if counts else None
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, kind in LIMITS.items():
-            object.__setattr__(self, name, kind.of(name, getattr(self, name)))
+            object.__setattr__(self, name, kind.check(name, getattr(self, name)))
         if self.channels is not None and self.ctas is not None and self.channels > self.ctas:
             raise ValueError(f"channels is {self.channels} and ctas is {self.ctas}; each channel needs a thread block")
         if self.cga_cluster_size is not None and self.cga_cluster_size > self.blocks:
@@ -67,7 +67,7 @@ class Limits:
     @property
     def blocks(self) -> int:
         """Highest number of thread blocks that one group of NCCL transfers uses."""
-        return self.channels or self.ctas or environment_ctas() or CTAS
+        return self.channels or self.ctas or environment_ctas() or DEFAULT_CTAS
 
     @property
     def multiprocessors(self) -> int:
@@ -77,14 +77,14 @@ class Limits:
         left for one more cluster.
         """
         text = os.environ.get(CLUSTER_VARIABLE, "")
-        cluster = self.cga_cluster_size or (int(text) if text.isdigit() else 0) or CGA_CLUSTER_SIZE
-        return self.blocks + GPCS * (cluster - 1)
+        cluster = self.cga_cluster_size or (int(text) if text.isdigit() else 0) or DEFAULT_CLUSTER_SIZE
+        return self.blocks + MAX_GPCS * (cluster - 1)
 
-    def refused_by(self, transport: str, *keeps: str) -> str | None:
+    def find_unsupported(self, transport: str, *supported: str) -> str | None:
         """Return an error text for the first limit that the transport does not support, or None."""
         for name in LIMITS:
             value = getattr(self, name)
-            if value is not None and name not in keeps:
+            if value is not None and name not in supported:
                 return f"limits.{name} is {value}, which the transport {transport} does not support"
         return None
 

@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
-STATE, START = 0, 19  # fields of /proc/PID/stat after the name, counted from 0
-ENDED = "ZX"  # zombie (nobody has read its exit code yet) and dead
-FIRST_FILE = 3  # after the standard streams
+STATE, START_TIME = 0, 19  # fields of /proc/PID/stat after the name, counted from 0
+ENDED_STATES = "ZX"  # zombie (nobody has read its exit code yet) and dead
+FIRST_FILE_NUMBER = 3  # after the standard streams
 
 
 def own_process() -> list[str]:
     """Return an identity of this process: machine with PID namespace, process number and start time."""
-    return [_machine(), str(os.getpid()), _stat(str(os.getpid()))[START]]
+    return [_machine(), str(os.getpid()), _stat(str(os.getpid()))[START_TIME]]
 
 
 def has_ended(process: object) -> bool:
@@ -24,7 +24,7 @@ def has_ended(process: object) -> bool:
     match process:
         case [str(machine), str(number), str(start)] if machine and machine == _machine():
             stat = _stat(number)
-            return stat[STATE] in ENDED or stat[START] != start
+            return stat[STATE] in ENDED_STATES or stat[START_TIME] != start
     return False
 
 
@@ -40,7 +40,7 @@ def _stat(number: str) -> list[str]:
     try:
         return (PROC / number / "stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return [ENDED[-1], *[""] * START]
+        return [ENDED_STATES[-1], *[""] * START_TIME]
 
 
 def shut_socket(thread: threading.Thread) -> bool:
@@ -58,7 +58,7 @@ def shut_socket(thread: threading.Thread) -> bool:
     # The line has the system call's number and arguments, or one word if the thread is running. The first argument of
     # recv, read and send is the file descriptor.
     file = int(call[1], 16) if len(call) > 1 else 0
-    if FIRST_FILE <= file < 2**31:
+    if FIRST_FILE_NUMBER <= file < 2**31:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=os.dup(file)) as blocking:
             blocking.shutdown(socket.SHUT_RDWR)
     return True

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..kinds import Kind, shown
-from .checked import LIMITS
+from ..validators import Validator, short_repr
+from .arg_checks import LIMITS
 from .groups import Group
 from .limits import Limits
 from .transport import Transport
@@ -55,7 +55,7 @@ class TransportEntry:
             reason = self._mismatch(group, device) or self.unavailable(group, device, limits)
         except Exception as error:  # report any error as the reason, because the other ranks wait for an answer
             reason = f"{type(error).__name__}: {error}"
-        return reason or limits.refused_by(self.name, *self.limits)
+        return reason or limits.find_unsupported(self.name, *self.limits)
 
     def _mismatch(self, group: Group, device: torch.device) -> str | None:
         if device.type not in self.devices:
@@ -135,11 +135,11 @@ def register_transport(
         ValueError: the name is taken or not valid, or the factory is not callable.
     """
     if not isinstance(name, str) or not name or "," in name or name == AUTO:
-        raise ValueError(f"name is {shown(name)}; it must be a string without a comma, other than {AUTO!r}")
+        raise ValueError(f"name is {short_repr(name)}; it must be a string without a comma, other than {AUTO!r}")
     if not callable(factory):
-        raise ValueError(f"factory is {shown(factory)}; it must be a function open(group, device, **opening)")
+        raise ValueError(f"factory is {short_repr(factory)}; it must be a function open(group, device, **opening)")
     if name in _REGISTRY:
-        raise ValueError(f"name is {name!r}, which is already registered for {label(_REGISTRY[name].open)}")
+        raise ValueError(f"name is {name!r}, which is already registered for {transport_label(_REGISTRY[name].open)}")
     _REGISTRY[name] = TransportEntry(name, factory, devices, ranks, preference, limits, across_nodes, unavailable)
 
 
@@ -175,11 +175,11 @@ def find_transport(transport: str | TransportFactory) -> TransportEntry:
         KeyError: no transport has this name.
     """
     if callable(transport):
-        return TransportEntry(label(transport), transport, limits=(*LIMITS,))
+        return TransportEntry(transport_label(transport), transport, limits=(*LIMITS,))
     return {entry.name: entry for entry in transports()}[transport]
 
 
-def label(transport: str | TransportFactory) -> str:
+def transport_label(transport: str | TransportFactory) -> str:
     """Return the text by which ranks compare transports: a name, or the module and name of a factory."""
     if isinstance(transport, str):
         return transport
@@ -187,14 +187,14 @@ def label(transport: str | TransportFactory) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-class _TransportKind(Kind):
+class _TransportValidator(Validator):
     """Validator of the argument `transport`, whose error lists all registered names."""
 
-    def of(self, name: str, value: object) -> Any:
+    def check(self, name: str, value: object) -> Any:
         known = [AUTO, *transport_names()]
         if callable(value) or (isinstance(value, str) and value in known):
             return value
-        raise ValueError(f"{name} is {shown(value)}: it must be one of {', '.join(known)}, or a factory")
+        raise ValueError(f"{name} is {short_repr(value)}: it must be one of {', '.join(known)}, or a factory")
 
 
-TRANSPORT = _TransportKind("a name or a factory", lambda value: value)
+TRANSPORT = _TransportValidator("a name or a factory", lambda value: value)

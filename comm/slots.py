@@ -13,12 +13,12 @@ from .transport import Fence, Transport
 # Two cache lines of a GPU. Vector loads and TMA descriptors need less.
 ALIGNMENT = 256
 # Enough for every model that alternates between a few shapes.
-FORMS = 64
+MAX_CACHED_FORMS = 64
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
 
-def aligned(nbytes: int) -> int:
+def align_up(nbytes: int) -> int:
     """Round a number of bytes up to the next multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -30,7 +30,7 @@ def _spec_nbytes(spec: TensorSpec) -> int:
 
 def slot_nbytes(specs: Sequence[TensorSpec]) -> int:
     """Return the bytes that one slot needs for tensors of these shapes and dtypes, each aligned to `ALIGNMENT`."""
-    return sum(aligned(_spec_nbytes(spec)) for spec in specs)
+    return sum(align_up(_spec_nbytes(spec)) for spec in specs)
 
 
 class Windows:
@@ -68,7 +68,7 @@ def windows_of(transports: Sequence[Transport]) -> Windows | None:
 class Slots:
     """`count` receive buffers of equal size that never shrink and are filled in turn.
 
-    A slot may be overwritten once all its uses are over. `busy` records a use, and `free` hands the recorded fences to
+    A slot may be overwritten once all its uses are over. `add_use` records a use, and `pop_uses` hands the recorded fences to
     the next writer.
     """
 
@@ -81,7 +81,7 @@ class Slots:
         self._nbytes = 0
         self._arena = torch.empty(0, dtype=torch.uint8, device=device)
         self._fences: list[list[Fence]] = [[] for _ in range(count)]
-        self._kept: dict[Hashable, dict[Any, Any]] = {}
+        self._form_caches: dict[Hashable, dict[Any, Any]] = {}
 
     @property
     def count(self) -> int:
@@ -96,7 +96,7 @@ class Slots:
         if nbytes <= self._nbytes:
             return
         self.drain()
-        self._nbytes = aligned(nbytes)
+        self._nbytes = align_up(nbytes)
         # Free the old arena first, so that the peak is one arena and not two.
         self.release()
         # Fill with zeros, so that reading bytes that never arrived gives the same wrong result on every run.
@@ -105,13 +105,13 @@ class Slots:
         else:
             arena = torch.zeros(self.count * self._nbytes + ALIGNMENT, dtype=torch.uint8, device=self._device)
             self._arena = arena[-arena.data_ptr() % ALIGNMENT :]
-        self._settle()
+        self._synchronize_zeros()
 
     def release(self) -> None:
         """Free the buffers. The caller must have drained the slots before."""
-        self._kept.clear()
+        self._form_caches.clear()
         if self.windows is not None and self._arena.numel():
-            self._settle()  # releasing a window is not ordered with the stream
+            self._synchronize_zeros()  # releasing a window is not ordered with the stream
             self.windows.release(self._arena)
         self._arena = torch.empty(0, dtype=torch.uint8, device=self._device)
 
@@ -122,34 +122,34 @@ class Slots:
             raise ValueError(f"specs need {needed} bytes and a slot has {self._nbytes}; call reserve({needed}) first")
         views = []
         if not 0 <= slot < len(self._fences):
-            raise self._no_such(slot)
+            raise self._slot_error(slot)
         offset = slot * self._nbytes
         for spec in specs:
             shape, dtype = spec
             nbytes = _spec_nbytes(spec)
             views.append(self._arena[offset : offset + nbytes].view(dtype).view(shape))
-            offset += aligned(nbytes)
+            offset += align_up(nbytes)
         return tuple(views)
 
-    def kept(self, form: Hashable) -> dict[Any, Any]:
+    def form_cache(self, form: Hashable) -> dict[Any, Any]:
         """Return the cache for objects built on one partition of the slots.
 
-        The cache is emptied when the slots grow or when `FORMS` partitions are cached already.
+        The cache is emptied when the slots grow or when `MAX_CACHED_FORMS` partitions are cached already.
         """
-        if form not in self._kept and len(self._kept) == FORMS:
-            self._kept.clear()
-        return self._kept.setdefault(form, {})
+        if form not in self._form_caches and len(self._form_caches) == MAX_CACHED_FORMS:
+            self._form_caches.clear()
+        return self._form_caches.setdefault(form, {})
 
-    def busy(self, slot: int, fence: Fence) -> None:
+    def add_use(self, slot: int, fence: Fence) -> None:
         """Record that a kernel or a transfer uses the slot until `fence`."""
         if not 0 <= slot < len(self._fences):
-            raise self._no_such(slot)
+            raise self._slot_error(slot)
         self._fences[slot].append(fence)
 
-    def free(self, slot: int) -> tuple[Fence, ...]:
+    def pop_uses(self, slot: int) -> tuple[Fence, ...]:
         """Return the fences to wait for before the slot is overwritten, and forget them."""
         if not 0 <= slot < len(self._fences):
-            raise self._no_such(slot)
+            raise self._slot_error(slot)
         fences = tuple(self._fences[slot])
         self._fences[slot] = []
         return fences
@@ -161,14 +161,14 @@ class Slots:
             # has passed the waits below.
             self._arena.record_stream(torch.cuda.current_stream(self._device))
         for slot in range(self.count):
-            for fence in self.free(slot):
+            for fence in self.pop_uses(slot):
                 fence.wait()
 
-    def _no_such(self, slot: int) -> IndexError:
+    def _slot_error(self, slot: int) -> IndexError:
         # A negative index would silently select, and overwrite, another slot.
         return IndexError(f"slot is {slot}; it must be between 0 and {self.count - 1}")
 
-    def _settle(self) -> None:
+    def _synchronize_zeros(self) -> None:
         # The compute stream writes the zeros and transfers run on another stream. Without this wait a transfer could
         # write first, and the zeros would overwrite what arrived.
         if self._device.type == "cuda":

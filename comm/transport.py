@@ -129,7 +129,7 @@ TRANSPORT_ATTRIBUTES = ("rank", "size", *(name for name in vars(Transport) if no
 """Attributes that a transport must have when it opens; `name` and `reason` are set after that."""
 
 
-class Done:
+class DoneFence:
     """A fence that has passed already, for host work that is over when its call returns."""
 
     def wait(self) -> None:
@@ -140,7 +140,7 @@ class Done:
         return True
 
 
-DONE = Done()
+DONE = DoneFence()
 
 
 def check_messages(
@@ -153,7 +153,7 @@ def check_messages(
     for kind, messages, own in (("sends", sends, to_self), ("receives", receives, from_self)):
         for index, (peer, tensor) in enumerate(messages):
             if not (0 <= peer < size and tensor.device == device and tensor.is_contiguous() and tensor.numel()):
-                raise ValueError(f"{kind}[{index}]: {_problem(peer, tensor, size, device)}")
+                raise ValueError(f"{kind}[{index}]: {_describe_problem(peer, tensor, size, device)}")
             if peer == rank:
                 own.append(tensor.nbytes)
     if to_self != from_self:
@@ -163,7 +163,7 @@ def check_messages(
         )
 
 
-def _problem(peer: int, tensor: torch.Tensor, size: int, device: torch.device) -> str:
+def _describe_problem(peer: int, tensor: torch.Tensor, size: int, device: torch.device) -> str:
     if not 0 <= peer < size:
         return f"peer is {peer}; the ranks of this group are 0 to {size - 1}"
     if tensor.device != device:
@@ -173,28 +173,28 @@ def _problem(peer: int, tensor: torch.Tensor, size: int, device: torch.device) -
     return f"the tensor of shape {tuple(tensor.shape)} is empty; leave the message out on both sides"
 
 
-DEFLATED_BYTES = 512  # above this size compression pays, because the values of different ranks repeat a lot
-ZLIB = b"x"  # first byte of zlib data; JSON never starts with it
+MIN_DEFLATE_BYTES = 512  # above this size compression pays, because the values of different ranks repeat a lot
+ZLIB_PREFIX = b"x"  # first byte of zlib data; JSON never starts with it
 
 
-def encoded(value: object) -> bytes:
+def encode_value(value: object) -> bytes:
     """Encode a value for other ranks as JSON, compressed if long. Received data must never be code, so pickle is out.
 
     Raises:
         TypeError: JSON cannot represent the value.
     """
     data = json.dumps(value, separators=(",", ":")).encode()
-    return data if len(data) < DEFLATED_BYTES else zlib.compress(data)
+    return data if len(data) < MIN_DEFLATE_BYTES else zlib.compress(data)
 
 
-def decoded(data: bytes, what: str) -> object:
+def decode_value(data: bytes, what: str) -> object:
     """Decode a value from another rank; `what` names the value in errors.
 
     Raises:
         TransportError: the data is not valid, so no rank of ours wrote it.
     """
     try:
-        return json.loads(zlib.decompress(data) if data[:1] == ZLIB else data)
+        return json.loads(zlib.decompress(data) if data[:1] == ZLIB_PREFIX else data)
     except (ValueError, RecursionError, zlib.error) as error:
         raise TransportError(f"{what} is not JSON, so no rank of this group wrote it ({error})") from None
 
@@ -204,7 +204,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def self_pairs(
+def pair_self_messages(
     rank: int, sends: Sequence[Message], receives: Sequence[Message]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the (destination, source) bytes of the messages that a rank sends to itself, matched in order."""

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..kinds import RANKS
-from .checked import DEVICE, SECONDS
+from ..validators import RANKS
+from .arg_checks import DEVICE, SECONDS
 from .cuda_threads import new_stream
-from .kept import end, handle_of
+from .group_cache import close_group_cache, create_handle
 from .transport import Fence, TransportError
 
 # A rank that raises or returns wakes the others at once, so only a deadlock or extremely slow compute takes this long.
@@ -37,8 +37,8 @@ class Parcel:
     """A sent tensor on its way to its receiver, with the fences of both sides."""
 
     tensor: torch.Tensor | None
-    ready: Fence  # the tensor has its final content
-    taken: Fence | None = None  # the receiver has copied the tensor, so the sender may overwrite it
+    ready_fence: Fence  # the tensor has its final content
+    copied_fence: Fence | None = None  # the receiver has copied the tensor, so the sender may overwrite it
 
 
 class Hub:
@@ -52,18 +52,18 @@ class Hub:
         self.timeout = timeout
         self._changed = threading.Condition()
         self._boxes: dict[Hashable, deque[Any]] = {}  # without empty boxes, because every transport adds new ones
-        self._returned: set[int] = set()
+        self._returned_ranks: set[int] = set()
         self._stopped: dict[int, str] = {}
-        self._lines: dict[tuple[Hashable, tuple[int, ...]], Hub] = {}
+        self._sub_hubs: dict[tuple[Hashable, tuple[int, ...]], Hub] = {}
 
-    def line(self, name: Hashable, ranks: tuple[int, ...]) -> Hub:
+    def sub_hub(self, name: Hashable, ranks: tuple[int, ...]) -> Hub:
         """Return the hub of a subset of the ranks, numbered from 0. The same name and ranks give the same hub."""
         with self._changed:
-            if (name, ranks) not in self._lines:
-                sub_hub = self._lines[name, ranks] = Hub(len(ranks), self.timeout)
+            if (name, ranks) not in self._sub_hubs:
+                sub_hub = self._sub_hubs[name, ranks] = Hub(len(ranks), self.timeout)
                 sub_hub.names, sub_hub.failure = ranks, self.failure
-                sub_hub._returned.update(i for i, rank in enumerate(ranks) if rank in self._returned)
-            return self._lines[name, ranks]
+                sub_hub._returned_ranks.update(i for i, rank in enumerate(ranks) if rank in self._returned_ranks)
+            return self._sub_hubs[name, ranks]
 
     def put(self, box: Hashable, item: object) -> None:
         with self._changed:
@@ -79,39 +79,39 @@ class Hub:
                 del self._boxes[box]
             return item
 
-    def settle(self, parcel: Parcel, taken: Fence) -> None:
+    def confirm_copy(self, parcel: Parcel, taken: Fence) -> None:
         """Give the sender of a parcel the fence of the receiver's copy."""
         with self._changed:
-            parcel.taken, parcel.tensor = taken, None
+            parcel.copied_fence, parcel.tensor = taken, None
             self._changed.notify_all()
 
-    def taken(self, parcel: Parcel, peer: int, what: str, channel: int, patience: float) -> Fence:
+    def wait_until_copied(self, parcel: Parcel, peer: int, what: str, channel: int, patience: float) -> Fence:
         """Block until `peer` has enqueued its copy of the parcel, and return the fence of that copy."""
         with self._changed:
-            self._wait_until(lambda: parcel.taken is not None, peer, what, channel, patience)
-        assert parcel.taken is not None
-        return parcel.taken
+            self._wait_until(lambda: parcel.copied_fence is not None, peer, what, channel, patience)
+        assert parcel.copied_fence is not None
+        return parcel.copied_fence
 
-    def begin(self) -> None:
+    def begin_run(self) -> None:
         """Reset the set of returned ranks before a run."""
         with self._changed:
-            self._returned.clear()
-            for line in self._lines.values():
-                line.begin()
+            self._returned_ranks.clear()
+            for line in self._sub_hubs.values():
+                line.begin_run()
 
-    def end(self, rank: int) -> None:
+    def end_rank(self, rank: int) -> None:
         """Record that a rank has returned, and wake all ranks that wait for it."""
         with self._changed:
-            self._returned.add(rank)
+            self._returned_ranks.add(rank)
             self._changed.notify_all()
-            for (_, ranks), line in self._lines.items():
+            for (_, ranks), line in self._sub_hubs.items():
                 if rank in ranks:
-                    line.end(ranks.index(rank))
+                    line.end_rank(ranks.index(rank))
 
-    def returned(self, peers: Iterable[int]) -> list[int]:
+    def find_returned(self, peers: Iterable[int]) -> list[int]:
         """Return those of `peers` that have returned and will not act any more."""
         with self._changed:
-            return sorted(self._returned.intersection(peers))
+            return sorted(self._returned_ranks.intersection(peers))
 
     def abort(self, error: BaseException, note: str) -> None:
         """Wake every waiting rank with an error; the first error is kept."""
@@ -120,7 +120,7 @@ class Hub:
                 error.add_note(note)
                 self.failure = error
             self._changed.notify_all()
-            for line in self._lines.values():
+            for line in self._sub_hubs.values():
                 line._give_up(self.failure)
 
     def _give_up(self, error: BaseException) -> None:
@@ -134,7 +134,7 @@ class Hub:
             self._stopped.setdefault(channel, reason)
             self._changed.notify_all()
 
-    def stopped(self, channel: int) -> str | None:
+    def stop_reason(self, channel: int) -> str | None:
         """Return why this channel was stopped, or None."""
         return self._stopped.get(channel)
 
@@ -145,7 +145,7 @@ class Hub:
                 raise WorldAborted(f"{what}: given up, because another rank raised {type(self.failure).__name__}")
             if channel in self._stopped:
                 raise TransportError(f"{what}: {self._stopped[channel]}")
-            if peer in self._returned:
+            if peer in self._returned_ranks:
                 raise TransportError(f"{what}: rank {self.names[peer]} has already returned")
             if not self._changed.wait(deadline - time.monotonic()):
                 raise TransportError(
@@ -159,13 +159,13 @@ class LocalGroup:
     def __init__(self, hub: Hub, rank: int, member: LocalGroup | None = None) -> None:
         self._hub = hub
         self._rank = rank
-        self._member = member or self  # of the whole world
+        self._world_member = member or self  # of the whole world
         self._thread: int | None = None
         self.channels = itertools.count()
         """Channel numbers of this rank's transports; they match because all ranks open transports in the same order."""
-        self.number = handle_of(self)  # stands for this member in graphs of torch.compile
+        self.handle = create_handle(self)  # stands for this member in graphs of torch.compile
         self._process = os.getpid()
-        self.kept: dict[object, Any] = {}
+        self.cache: dict[object, Any] = {}
         """Objects cached for this member and closed with it."""
 
     def rank(self) -> int:
@@ -181,7 +181,7 @@ class LocalGroup:
         runs the backward pass of all CUDA nodes of one device in an extra thread. `run` disables that for the threads
         of its ranks.
         """
-        if self._hub.size > 1 and (threading.get_ident() != self._member._thread or os.getpid() != self._process):
+        if self._hub.size > 1 and (threading.get_ident() != self._world_member._thread or os.getpid() != self._process):
             raise RuntimeError(
                 f"{self} was used from thread {threading.current_thread().name!r}, but the other ranks only respond "
                 "inside the call that LocalWorld.run makes for this rank. Call backward() inside fn"
@@ -193,24 +193,24 @@ class LocalGroup:
         Raises:
             ValueError: an argument is not a number of ranks, or their product is not the size of the world.
         """
-        shape = RANKS.of("ring", ring), RANKS.of("ulysses", ulysses)
+        shape = RANKS.check("ring", ring), RANKS.check("ulysses", ulysses)
         if ring * ulysses != self.size():
             raise ValueError(
                 f"ring is {ring} and ulysses is {ulysses}; their product must be {self.size()}, the world size"
             )
-        if shape not in self.kept:
+        if shape not in self.cache:
             column, row = self._rank % ulysses, self._rank // ulysses
             lines = tuple(range(column, self.size(), ulysses)), tuple(range(row * ulysses, (row + 1) * ulysses))
             # Name each hub by shape and dimension: channels and keys belong to one group, even if two groups have the
             # same ranks.
-            hubs = (self._hub.line((shape, dim), ranks) for dim, ranks in enumerate(lines))
+            hubs = (self._hub.sub_hub((shape, dim), ranks) for dim, ranks in enumerate(lines))
             groups = (LocalGroup(hub, ranks.index(self._rank), self) for hub, ranks in zip(hubs, lines, strict=True))
-            self.kept[shape] = LocalMesh(*groups)
-        mesh: LocalMesh = self.kept[shape]
+            self.cache[shape] = LocalMesh(*groups)
+        mesh: LocalMesh = self.cache[shape]
         return mesh
 
     def __repr__(self) -> str:
-        return f"rank {self._member._rank} of LocalWorld({self._member._hub.size})"
+        return f"rank {self._world_member._rank} of LocalWorld({self._world_member._hub.size})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +223,7 @@ class LocalMesh:
     def close(self) -> None:
         """Close everything cached for both groups."""
         for group in (self.ring, self.ulysses):
-            end(group.kept)
+            close_group_cache(group.cache)
 
 
 @functools.cache
@@ -250,9 +250,9 @@ class LocalWorld:
         self, world_size: int, *, device: torch.device | str | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
         default = "cuda" if device is None and torch.cuda.is_available() else "cpu"
-        world_size = RANKS.of("world_size", world_size)
-        self.device: torch.device = DEVICE.of("device", default if device is None else device)
-        self._timeout: float = SECONDS.of("timeout", timeout)
+        world_size = RANKS.check("world_size", world_size)
+        self.device: torch.device = DEVICE.check("device", default if device is None else device)
+        self._timeout: float = SECONDS.check("timeout", timeout)
         self._running = threading.Lock()
         self._open = True
         self._process = os.getpid()
@@ -269,7 +269,7 @@ class LocalWorld:
         # End the threads also if nobody calls close. They hold no reference to the world, so it can be collected.
         self._end = weakref.finalize(self, _end, self._workers, self._groups)
         self._end.atexit = False
-        self._renew()
+        self._reset_groups()
 
     def run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
         """Call `fn(group)` once per virtual rank, all at the same time, and return the results in rank order.
@@ -310,7 +310,7 @@ class LocalWorld:
         hub = self._hub
         caller = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         call = functools.partial(self._call, fn, torch.is_grad_enabled(), caller)
-        hub.begin()
+        hub.begin_run()
         futures = [worker.submit(call, group) for worker, group in zip(self._workers, self._groups, strict=True)]
         try:
             wait(futures)
@@ -318,7 +318,7 @@ class LocalWorld:
             hub.abort(error, "LocalWorld.run was interrupted")
             wait(futures)
         if hub.failure is not None:
-            self._renew()
+            self._reset_groups()
             raise hub.failure
         return [future.result() for future in futures]
 
@@ -328,24 +328,24 @@ class LocalWorld:
         hub = group._hub
         try:
             group._thread = threading.get_ident()  # the only thread that may act for this rank
-            with self._stream_of(group.rank(), caller), torch.set_grad_enabled(grad):
+            with self._rank_stream(group.rank(), caller), torch.set_grad_enabled(grad):
                 return fn(group)
         except BaseException as error:
             hub.abort(error, f"raised by {group}")
             raise
         finally:
             group._thread = None
-            hub.end(group.rank())
+            hub.end_rank(group.rank())
 
-    def _renew(self) -> None:
+    def _reset_groups(self) -> None:
         # After a failure, mailboxes may hold messages that nobody fetched. A new hub starts without them.
         self._hub = Hub(len(self._workers), self._timeout)
         for group in self._groups:
-            end(group.kept)
+            close_group_cache(group.cache)
         self._groups[:] = [LocalGroup(self._hub, rank) for rank in range(len(self._workers))]
 
     @contextmanager
-    def _stream_of(self, rank: int, caller: torch.cuda.Stream | None) -> Iterator[None]:
+    def _rank_stream(self, rank: int, caller: torch.cuda.Stream | None) -> Iterator[None]:
         """Make the rank's compute stream current, after the caller's work, and synchronise the stream at the end."""
         stream = self._streams[rank]
         if stream is None or caller is None:
@@ -369,4 +369,4 @@ def _end(workers: Sequence[ThreadPoolExecutor], groups: Sequence[LocalGroup]) ->
     for worker in workers:
         worker.shutdown(wait=False)
     for group in groups:
-        end(group.kept)
+        close_group_cache(group.cache)

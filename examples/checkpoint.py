@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 JOB, METADATA = "job.json", ".metadata"
-MOST_JOB_BYTES = 1 << 16
+MAX_JOB_BYTES = 1 << 16
 
 _RECORDS = (
     _MEM_FORMAT_ENCODING, BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta,
@@ -74,10 +74,10 @@ def read_job(path: Path) -> dict[str, Any]:
         if not (path / JOB).is_file():  # reading a FIFO or a device could block or never end
             raise ValueError("it is not a regular file")
         with (path / JOB).open("rb") as file:
-            data = file.read(MOST_JOB_BYTES + 1)
-        job = json.loads(data) if len(data) <= MOST_JOB_BYTES else None
+            data = file.read(MAX_JOB_BYTES + 1)
+        job = json.loads(data) if len(data) <= MAX_JOB_BYTES else None
         if not isinstance(job, dict):
-            raise ValueError(f"it must be a JSON object of at most {MOST_JOB_BYTES:,} bytes")
+            raise ValueError(f"it must be a JSON object of at most {MAX_JOB_BYTES:,} bytes")
         return job
     except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"--checkpoint {path} cannot be read: {JOB}: {error}") from None

@@ -38,7 +38,7 @@ class Needle(NamedTuple):
     copy: slice
 
 
-def load() -> tuple[Any, Any]:
+def load_model() -> tuple[Any, Any]:
     """Return the model in float32 and its tokenizer.
 
     Raises:
@@ -55,7 +55,7 @@ def load() -> tuple[Any, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-def haystack(tokenizer: Any, tokens: int) -> tuple[Tensor, list[Needle]]:
+def build_haystack(tokenizer: Any, tokens: int) -> tuple[Tensor, list[Needle]]:
     """Return the ids ``[1, tokens]`` of the text with its hidden lines, and the needles in order of position."""
     text, draw, ids = "\n\n".join(topics.values()), random.Random(0), list[int]()
     words = sorted({word for word in text.split() if word.isalpha() and word.islower()})
@@ -74,17 +74,17 @@ def haystack(tokenizer: Any, tokens: int) -> tuple[Tensor, list[Needle]]:
 
 
 @torch.no_grad()
-def by_ranks(model: Any, ids: Tensor, group: GroupLike = None) -> list[Tensor]:
-    """Compute :func:`judged` over the ranks of a group, and return the results of all tokens on every rank."""
+def run_on_ranks(model: Any, ids: Tensor, group: GroupLike = None) -> list[Tensor]:
+    """Compute :func:`token_losses` over the ranks of a group, and return the results of all tokens on every rank."""
     from ringattn.integrations.transformers import shard_batch, sharded
 
     labels = shard(ids.roll(-1, dims=1), layout=LAYOUT, group=group)
     with sharded(model, LAYOUT, group):
-        results = judged(model, labels, **shard_batch({"input_ids": ids}, LAYOUT, group))
+        results = token_losses(model, labels, **shard_batch({"input_ids": ids}, LAYOUT, group))
     return [unshard(x, layout=LAYOUT, group=group, grad="slice") for x in results]
 
 
-def judged(model: Any, labels: Tensor, **batch: Tensor) -> list[Tensor]:
+def token_losses(model: Any, labels: Tensor, **batch: Tensor) -> list[Tensor]:
     """Return the loss of each token's successor and whether the model predicts it, both ``[B, S]``."""
     hidden, blocks = model.model(**batch, use_cache=False).last_hidden_state, list[tuple[Tensor, Tensor]]()
     for states, targets in zip(*(torch.split(x, BLOCK, dim=1) for x in (hidden, labels)), strict=True):
@@ -94,13 +94,13 @@ def judged(model: Any, labels: Tensor, **batch: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def in_one_process(model: Any, ids: Tensor) -> list[Tensor]:
-    """Compute :func:`judged` in this process with PyTorch's attention."""
+def run_in_one_process(model: Any, ids: Tensor) -> list[Tensor]:
+    """Compute :func:`token_losses` in this process with PyTorch's attention."""
     model.set_attn_implementation("sdpa")
-    return judged(model, ids.roll(-1, dims=1), input_ids=ids)
+    return token_losses(model, ids.roll(-1, dims=1), input_ids=ids)
 
 
-def report(ranks: int, ours: list[Tensor], theirs: list[Tensor], needles: list[Needle]) -> None:
+def print_report(ranks: int, ours: list[Tensor], theirs: list[Tensor], needles: list[Needle]) -> None:
     """Print both perplexities and the retrieved tokens; the last token is left out, since none follows."""
     (loss, hits), (single, single_hits) = ([x[0, :-1] for x in results] for results in (ours, theirs))
     print(
@@ -121,24 +121,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text (trained on up to 8192)")
     tokens = parser.parse_args().tokens
-    model, tokenizer = load()
+    model, tokenizer = load_model()
     from ringattn.integrations.transformers import register
 
-    ids, needles = haystack(tokenizer, tokens)
+    ids, needles = build_haystack(tokenizer, tokens)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         model, ids = model.cuda(), ids.cuda()
     model.set_attn_implementation(register())
     if dist.is_torchelastic_launched():
         dist.init_process_group()
-        ranks, first, ours = dist.get_world_size(), dist.get_rank() == 0, by_ranks(model, ids)
+        ranks, first, ours = dist.get_world_size(), dist.get_rank() == 0, run_on_ranks(model, ids)
         dist.destroy_process_group()
     else:
         ranks, first = 4, True
         with LocalWorld(ranks) as world:
-            ours = world.run(lambda group: by_ranks(model, ids, group))[0]
+            ours = world.run(lambda group: run_on_ranks(model, ids, group))[0]
     if first:
-        report(ranks, ours, in_one_process(model, ids), needles)
+        print_report(ranks, ours, run_in_one_process(model, ids), needles)
 
 
 if __name__ == "__main__":

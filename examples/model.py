@@ -93,20 +93,20 @@ class Layer(nn.Module):
         self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         if self.block is None:
-            x = self._attention(x, turn, attend)
+            x = self._attention(x, cos_sin, attend)
         else:  # save the ring's results, recompute the projections
             contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
             x = checkpoint(
-                self._attention, x, turn, attend, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
+                self._attention, x, cos_sin, attend, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
             )
         return blockwise(self._feed, self.block, x)
 
-    def _attention(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
+    def _attention(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         normed = self.attention_norm(x)
         q, k, v = (linear(normed).unflatten(-1, (-1, self.head_dim)) for linear in (self.query, self.key, self.value))
-        attended: Tensor = x + self.out(attend(rotate(q, turn), rotate(k, turn), v).flatten(2))
+        attended: Tensor = x + self.out(attend(rotate(q, cos_sin), rotate(k, cos_sin), v).flatten(2))
         return attended
 
     def _feed(self, x: Tensor) -> Tensor:
@@ -135,8 +135,8 @@ def rotation(positions: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     return torch.stack((angles.cos(), angles.sin())).to(dtype)
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Apply RoPE (arXiv:2104.09864, eq. 34) to ``x [B, S, H, D]``; pairs are ``(i, i + D/2)``."""
-    cos, sin = turn.to(x.dtype)
+    cos, sin = cos_sin.to(x.dtype)
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

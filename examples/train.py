@@ -36,7 +36,7 @@ from .model import Attend, Decoder
 
 ADAM_BETAS = (0.9, 0.95)  # the second moment adapts within about 20 steps
 PROGRESS_LINES = 20  # per run
-MAY_CHANGE = {"steps", "data", "block", "checkpoint", "every"}  # settings that a resumed run may change
+MUTABLE_SETTINGS = {"steps", "data", "block", "checkpoint", "every"}  # settings that a resumed run may change
 NO_DIST = "torch.distributed is disabled"  # torch's warning when a rank loads its part of a checkpoint alone
 SLOTS = 2  # one K/V slot to compute with and one to receive into; `predict` finds no gain from a third
 CHOICES = {"layout": ("contiguous", "zigzag", "striped"), "dtype": ("float32", "bfloat16", "float16")}
@@ -86,7 +86,7 @@ class Run:
     seconds: list[float] = field(default_factory=list)
 
 
-class Watch(Protocol):
+class StepObserver(Protocol):
     """Observer that is called around each training step."""
 
     def before(self, training: Training, step: int) -> None:
@@ -97,7 +97,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class RankSetup:
     """Share of every batch that one rank computes, and its communication with the other ranks."""
 
     rank: int
@@ -112,15 +112,15 @@ class Part:
 class Training:
     """Model, optimizer and training loop of one rank."""
 
-    def __init__(self, job: Job, text: bytes, device: torch.device, part: Part) -> None:
+    def __init__(self, job: Job, text: bytes, device: torch.device, rank_setup: RankSetup) -> None:
         """Build the model and resume from the last checkpoint; every rank must call it.
 
         Raises:
             JobError: The ranks differ in job, text or checkpoint, or the checkpoint cannot be resumed. Every rank
                 raises.
         """
-        self.job, self.device, self.part, self.run = job, device, part, Run()
-        self._positions = part.positions.to(device)
+        self.job, self.device, self.rank_setup, self.run = job, device, rank_setup, Run()
+        self._positions = rank_setup.positions.to(device)
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         for name, value in asdict(job).items():
             self._check_same(f"--{name.replace('_', '-')}", repr(value).encode)
@@ -128,7 +128,7 @@ class Training:
         dims = {"heads": job.heads, "kv_heads": job.kv_heads, "head_dim": job.head_dim}
         with torch.device("meta"):  # so that no rank allocates the whole model
             self.model = Decoder(layers=job.layers, **dims, block=job.block or None)
-        if part.fully_sharded:
+        if rank_setup.fully_sharded:
             for module in (*self.model.layers, self.model):
                 fsdp = fully_shard(module)
                 # sum the gradients: each rank's loss is already divided by the tokens of all ranks
@@ -139,7 +139,7 @@ class Training:
         if job.checkpoint:
             self._resume(Path(job.checkpoint))
 
-    def fit(self, watch: Watch | None = None) -> Run:
+    def fit(self, watch: StepObserver | None = None) -> Run:
         """Run the remaining steps, with checkpoints and progress lines."""
         run, job = self.run, self.job
         for step in range(len(run.losses), job.steps):
@@ -156,9 +156,9 @@ class Training:
             done, last = step + 1, step + 1 == job.steps
             if job.checkpoint and (done % job.every == 0 or last):
                 self._save(Path(job.checkpoint) / f"{done:08}")
-            if self.part.rank == 0 and (done % max(1, job.steps // PROGRESS_LINES) == 0 or last):
+            if self.rank_setup.rank == 0 and (done % max(1, job.steps // PROGRESS_LINES) == 0 or last):
                 loss, speed = run.losses[step], job.batch * job.seqlen / run.seconds[-1]
-                line = f"{self.part.name}, step {done} of {job.steps}: loss {loss:.4f}, {speed:,.0f} tokens/s"
+                line = f"{self.rank_setup.name}, step {done} of {job.steps}: loss {loss:.4f}, {speed:,.0f} tokens/s"
                 print(line, file=sys.stderr, flush=True)
         return run
 
@@ -167,7 +167,7 @@ class Training:
         job, dtype = self.job, getattr(torch, self.job.dtype)
         tokens, labels = self._batch(step)
         with nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype):
-            losses = self.model(tokens, self._positions, self.part.attend, labels)
+            losses = self.model(tokens, self._positions, self.rank_setup.attend, labels)
         # sum in float64, because a float32 sum over thousands of tokens would round too much to compare runs
         loss: Tensor = losses.sum(dtype=torch.float64) / (job.batch * job.seqlen)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -178,8 +178,8 @@ class Training:
 
         Consecutive rows are consecutive pieces of the text, which wraps around at its end.
         """
-        rows = torch.arange(self.job.batch)[self.part.rows] + step * self.job.batch
-        index = rows[:, None] * self.job.seqlen + self.part.positions
+        rows = torch.arange(self.job.batch)[self.rank_setup.rows] + step * self.job.batch
+        index = rows[:, None] * self.job.seqlen + self.rank_setup.positions
         tokens, labels = (self._text[i % len(self._text)].long().to(self.device) for i in (index, index + 1))
         return tokens, labels
 
@@ -191,7 +191,7 @@ class Training:
         has_fsdp = isinstance(self.model, FSDPModule)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None and not has_fsdp]
         flat = torch.cat([loss, *(gradient.reshape(-1).double() for gradient in gradients)])
-        total = self.part.gather(flat).sum(0)
+        total = self.rank_setup.gather(flat).sum(0)
         for gradient, part in zip(gradients, torch.split(total[1:], [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
         return total[0].item()
@@ -207,7 +207,7 @@ class Training:
             digest = hashlib.sha256(read()).digest()
         except ValueError as raised:
             digest, error = bytes(hashlib.sha256().digest_size), raised
-        digests = self.part.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
+        digests = self.rank_setup.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
         if error is not None:
             raise JobError(str(error)) from error
         failed = (digests == 0).all(1).nonzero().flatten().tolist()
@@ -224,9 +224,9 @@ class Training:
 
     def _save(self, folder: Path) -> None:
         """Write a checkpoint from which a run resumes bitwise; without FSDP only rank 0 writes."""
-        if self.part.fully_sharded or self.part.rank == 0:
+        if self.rank_setup.fully_sharded or self.rank_setup.rank == 0:
             state = self._state(len(self.run.losses))
-            save_state(folder, state, _what_stays(self.job), no_dist=not self.part.fully_sharded)
+            save_state(folder, state, _fixed_settings(self.job), no_dist=not self.rank_setup.fully_sharded)
 
     def _resume(self, folder: Path) -> None:
         """Resume from the last checkpoint in ``folder``, on any number of ranks.
@@ -236,7 +236,9 @@ class Training:
                 rank raises.
         """
         last = find_latest(folder)
-        seen = f"--checkpoint {folder}, where rank {self.part.rank} sees {last.name if last else 'no checkpoint'},"
+        seen = (
+            f"--checkpoint {folder}, where rank {self.rank_setup.rank} sees {last.name if last else 'no checkpoint'},"
+        )
         self._check_same(seen, lambda: b"" if last is None else _read_checked(self.job, last))
         if last is None:
             return
@@ -257,7 +259,7 @@ def _read_checked(job: Job, last: Path) -> bytes:
     Raises:
         ValueError: The checkpoint is another job's, or cannot be read.
     """
-    saved, ours = read_job(last), _what_stays(job)
+    saved, ours = read_job(last), _fixed_settings(job)
     names = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
     if names:
         other = "; ".join(f"{name} {saved.get(name)!r:.60}, here {ours.get(name)!r}" for name in names)
@@ -265,9 +267,9 @@ def _read_checked(job: Job, last: Path) -> bytes:
     return repr((last.name, read_metadata(last))).encode()
 
 
-def _what_stays(job: Job) -> dict[str, Any]:
+def _fixed_settings(job: Job) -> dict[str, Any]:
     """Return the settings that a resumed run must share with the checkpoint."""
-    return {name: value for name, value in asdict(job).items() if name not in MAY_CHANGE}
+    return {name: value for name, value in asdict(job).items() if name not in MUTABLE_SETTINGS}
 
 
 # -- training as processes of a mesh, or as virtual ranks on one device
@@ -298,7 +300,7 @@ def train_process(job: Job, text: bytes) -> Run:
         dist.destroy_process_group()
 
 
-def train_on_mesh(job: Job, text: bytes, device: torch.device, watch: Watch | None = None) -> Run:
+def train_on_mesh(job: Job, text: bytes, device: torch.device, watch: StepObserver | None = None) -> Run:
     """Train as one rank of the default group, with weights sharded over all ranks and each sequence over a ring.
 
     Raises:
@@ -312,7 +314,9 @@ def train_on_mesh(job: Job, text: bytes, device: torch.device, watch: Watch | No
     first_row = mesh.get_local_rank("data") * rows
     with open_ring(Ring(mesh["context"], slots=SLOTS), job) as (layout, attend):
         positions = layout.positions(mesh.get_local_rank("context"))
-        part = Part(dist.get_rank(), slice(first_row, first_row + rows), positions, attend, gather, fully_sharded=True)
+        part = RankSetup(
+            dist.get_rank(), slice(first_row, first_row + rows), positions, attend, gather, fully_sharded=True
+        )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", NO_DIST)
             training = Training(job, text, device, part)
@@ -326,7 +330,7 @@ def gather(x: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
-def train_virtual_ranks(job: Job, text: bytes, world: int, watch: Watch | None = None) -> Run:
+def train_virtual_ranks(job: Job, text: bytes, world: int, watch: StepObserver | None = None) -> Run:
     """Train on virtual ranks of one device, each with all weights; ``world=1`` is a single process.
 
     Raises:
@@ -341,7 +345,7 @@ def train_virtual_ranks(job: Job, text: bytes, world: int, watch: Watch | None =
             return unshard(x[None], layout="contiguous", group=group, grad="slice").view(world, *x.shape)
 
         with open_ring(Ring(group, slots=SLOTS), job) as (layout, attend):
-            part = Part(group.rank(), slice(None), layout.positions(group.rank()), attend, gather)
+            part = RankSetup(group.rank(), slice(None), layout.positions(group.rank()), attend, gather)
             return Training(job, text, device, part).fit(watch)
 
     with LocalWorld(world, device=device) as local, warnings.catch_warnings():
@@ -359,7 +363,7 @@ def read_text() -> bytes:
     return "\n\n".join(topics.values()).encode()
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse ``8192``, ``8k``, ``1m`` or ``2g``, with k, m and g as powers of 1024."""
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.lower())
     if match is None:
@@ -367,11 +371,11 @@ def size(text: str) -> int:
     return int(match[1]) << 10 * " kmg".index(match[2] or " ")
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[Job, int]:
+def parse_command_line(arguments: Sequence[str] | None = None) -> tuple[Job, int]:
     """Return the job of a command line, and the number of virtual ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for item in fields(Job):
-        kind: Any = {"seqlen": size, "checkpoint": str}.get(item.name, type(item.default))
+        kind: Any = {"seqlen": parse_size, "checkpoint": str}.get(item.name, type(item.default))
         flag = f"--{item.name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=item.default, choices=CHOICES.get(item.name))
     parser.add_argument("--world", type=int, default=2, help="number of virtual ranks without torchrun")
@@ -385,7 +389,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Job, int]:
 
 def main() -> None:
     """Train as the command line says."""
-    job, world = parse()
+    job, world = parse_command_line()
     try:
         if dist.is_torchelastic_launched():
             run = train_process(job, read_text())

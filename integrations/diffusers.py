@@ -20,11 +20,11 @@ from . import unit_stride
 __all__ = ["register"]
 
 NAME = "ringattn"
-KNOWN = "0.42."
-ALONE = single_rank()  # created at import, because torch.compile cannot trace its creation
+SUPPORTED_VERSION = "0.42."
+SINGLE_RANK = single_rank()  # created at import, because torch.compile cannot trace its creation
 
 
-class _EveryName(set[str]):
+class _AnyArgName(set[str]):
     """Set of argument names that contains every name.
 
     diffusers silently drops the arguments that a backend does not list. With this set it passes all of them on, so an
@@ -55,16 +55,16 @@ def register() -> None:
         RuntimeError: The version of diffusers is not 0.42. Other versions may differ in the private registry.
     """
     version = diffusers.__version__
-    if not version.startswith(KNOWN):
+    if not version.startswith(SUPPORTED_VERSION):
         raise RuntimeError(
-            f"diffusers is {version}, and ringattn.integrations.diffusers needs {KNOWN}x, because it uses the private "
+            f"diffusers is {version}, and ringattn.integrations.diffusers needs {SUPPORTED_VERSION}x, because it uses the private "
             "registry of backends. Install that version, or call ringattn.ring_attention in your attention processor."
         )
     if NAME not in AttentionBackendName._value2member_map_:
         _add_member(NAME.upper(), NAME)
     backend = AttentionBackendName(NAME)
     _AttentionBackendRegistry.register(backend, supports_context_parallel=True)(_attention)
-    _AttentionBackendRegistry._supported_arg_names[backend] = _EveryName(
+    _AttentionBackendRegistry._supported_arg_names[backend] = _AnyArgName(
         _AttentionBackendRegistry._supported_arg_names[backend]
     )
 
@@ -125,7 +125,7 @@ def _attention(
 def _group(context: Any) -> GroupLike:
     """Return the ranks that share a sequence: this rank alone, a ring, or a mesh of ring x Ulysses."""
     if context is None:
-        return ALONE
+        return SINGLE_RANK
     if not context.convert_to_fp32:
         raise NotImplementedError(
             f"convert_to_fp32 is False; the attention backend {NAME!r} always accumulates in fp32 and takes only True"

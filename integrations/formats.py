@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import Layout, ring_attention
-from ..kernels import Shared
+from ..kernels import SharedValue
 from . import unit_stride
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 FORMATS = ("sbhd", "bshd", "thd")
-KEPT = 64  # cached packings; all layers share the packing of a batch
+PACKING_CACHE_SIZE = 64  # cached packings; all layers share the packing of a batch
 
 
 class MaskType(NamedTuple):
@@ -42,7 +42,7 @@ MASK_TYPES = {
 }
 
 
-Host = dict[str, tuple[int, ...]]
+HostBoundaries = dict[str, tuple[int, ...]]
 """Boundaries on the host; the keys are argument names such as ``cu_seqlens_q``."""
 
 
@@ -64,7 +64,7 @@ class Packing(NamedTuple):
     has_padding: bool
 
 
-def attend(
+def attend_format(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -96,11 +96,11 @@ def attend(
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     is_padding: Tensor | None
     q, k, v = (_batch_first(x, qkv_format) for x in (query, key, value))
-    rows, host = q.shape[1], _on_host(boundaries)
+    rows, host = q.shape[1], _boundaries_on_host(boundaries)
     if qkv_format == "thd":
         if not mask_type.padding:
             raise ValueError(f"attn_mask_type is {attn_mask_type!r} with qkv_format 'thd': it must be a padding type")
-        packing = _packing_of(host, world, contiguous, rows, k.shape[1])
+        packing = _resolve_packing(host, world, contiguous, rows, k.shape[1])
         layout = kv_layout = packing.layout
         options["cu_seqlens"] = packing.cu_seqlens
         q, k, v = (x[:, : layout.lengths[rank]] for x in (q, k, v))  # the remaining tokens are padding
@@ -108,8 +108,8 @@ def attend(
     else:
         layout, kv_layout = (_even_layout(x.shape[1] * world, world, contiguous) for x in (q, k))
         options["seqused_k"] = lengths = _row_lengths(host, mask_type, attn_mask_type, q.shape[0])
-        is_padding = None if lengths is None else _behind(lengths, layout, rank, q.device)
-    window = _window_of(window_size, attn_mask_type, mask_type.causal)
+        is_padding = None if lengths is None else _tail_padding(lengths, layout, rank, q.device)
+    window = _resolve_window(window_size, attn_mask_type, mask_type.causal)
     aligned = bottom_right is None or bottom_right if mask_type.bottom_right is None else mask_type.bottom_right
     options["align"] = None if layout == kv_layout else "bottom-right" if aligned else "top-left"
     _check_mask(attention_mask, mask_type.causal, layout.positions(rank), kv_layout.seqlen)
@@ -126,7 +126,7 @@ def _batch_first(x: Tensor, qkv_format: str) -> Tensor:
     return x[None] if qkv_format == "thd" else x.transpose(0, 1) if qkv_format == "sbhd" else x
 
 
-def _on_host(boundaries: Boundaries) -> Host:
+def _boundaries_on_host(boundaries: Boundaries) -> HostBoundaries:
     """Copy all boundaries to the host in one transfer; a tensor given twice is copied once."""
     named = {f"cu_seqlens_{name}": x for name, x in boundaries._asdict().items() if x is not None}
     for name, x in named.items():
@@ -140,7 +140,7 @@ def _on_host(boundaries: Boundaries) -> Host:
     return {name: on_host[id(x)] for name, x in named.items()}
 
 
-def _packing_of(host: Host, world: int, contiguous: bool, rows: int, key_rows: int) -> Packing:
+def _resolve_packing(host: HostBoundaries, world: int, contiguous: bool, rows: int, key_rows: int) -> Packing:
     if "cu_seqlens_q" not in host:
         raise ValueError("cu_seqlens_q is None; qkv_format 'thd' needs the document boundaries")
     real = host["cu_seqlens_q"]
@@ -158,7 +158,7 @@ def _packing_of(host: Host, world: int, contiguous: bool, rows: int, key_rows: i
     return packing
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=PACKING_CACHE_SIZE)
 def _packing(real: tuple[int, ...], padded: tuple[int, ...], world: int, contiguous: bool) -> Packing:
     if len(real) != len(padded):
         raise ValueError(f"cu_seqlens_q_padded has {len(padded)} boundaries, cu_seqlens_q {len(real)}: must be equal")
@@ -180,7 +180,7 @@ def _packing(real: tuple[int, ...], padded: tuple[int, ...], world: int, contigu
     return Packing(layout, tuple(edges), real != padded)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=PACKING_CACHE_SIZE)
 def _even_layout(seqlen: int, world: int, contiguous: bool) -> Layout:
     chunks = world if contiguous or world == 1 else 2 * world
     if seqlen % chunks:
@@ -188,7 +188,7 @@ def _even_layout(seqlen: int, world: int, contiguous: bool) -> Layout:
     return Layout.contiguous(seqlen, world) if contiguous else Layout.zigzag(seqlen, world)
 
 
-def _row_lengths(host: Host, mask_type: MaskType, name: str, batch: int) -> tuple[int, ...] | None:
+def _row_lengths(host: HostBoundaries, mask_type: MaskType, name: str, batch: int) -> tuple[int, ...] | None:
     """Return the number of tokens before the padding at the end of each batch row, or None without padding."""
     if not mask_type.padding:
         if host:
@@ -214,30 +214,32 @@ def _row_lengths(host: Host, mask_type: MaskType, name: str, batch: int) -> tupl
 
 def _padding(packing: Packing, rank: int, device: torch.device) -> Tensor:
     """Return a bool mask ``[tokens]`` that is True where a rank's token is padding."""
-    return _shared_padding(packing, rank, device).read()
+    return _cached_padding(packing, rank, device).read()
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=PACKING_CACHE_SIZE)
 @torch.inference_mode(False)
-def _shared_padding(packing: Packing, rank: int, device: torch.device) -> Shared[Tensor]:
+def _cached_padding(packing: Packing, rank: int, device: torch.device) -> SharedValue[Tensor]:
     after = torch.searchsorted(torch.tensor(packing.cu_seqlens), packing.layout.positions(rank), right=True)
     is_padding = (after % 2 == 0).to(device)
-    return Shared(is_padding, (is_padding,))
+    return SharedValue(is_padding, (is_padding,))
 
 
-def _behind(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Tensor:
+def _tail_padding(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Tensor:
     """Return a bool mask ``[B, tokens]`` that is True where a rank's token lies behind the end of its row."""
-    return _shared_behind(lengths, layout, rank, device).read()
+    return _cached_tail_padding(lengths, layout, rank, device).read()
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=PACKING_CACHE_SIZE)
 @torch.inference_mode(False)
-def _shared_behind(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Shared[Tensor]:
+def _cached_tail_padding(
+    lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device
+) -> SharedValue[Tensor]:
     is_padding = (layout.positions(rank) >= torch.tensor(lengths)[:, None]).to(device)
-    return Shared(is_padding, (is_padding,))
+    return SharedValue(is_padding, (is_padding,))
 
 
-def _window_of(window_size: tuple[int, int] | None, name: str, causal: bool) -> tuple[int, int]:
+def _resolve_window(window_size: tuple[int, int] | None, name: str, causal: bool) -> tuple[int, int]:
     window = (-1, -1) if window_size is None else window_size
     if not isinstance(window, (tuple, list)) or [type(end) for end in window] != [int, int]:
         raise ValueError(f"window_size is {window_size!r}: it must be two integers (left, right)")
@@ -272,7 +274,7 @@ def check_softmax_type(softmax_type: str) -> str:
     return softmax_type
 
 
-def sink_of(softmax_type: str, offset: Tensor | None, query: Tensor) -> Tensor | None:
+def softmax_sink(softmax_type: str, offset: Tensor | None, query: Tensor) -> Tensor | None:
     """Return the sink logit of each head: None, zeros (``off-by-one``) or the learnable ``offset``."""
     return query.new_zeros(query.shape[-2]) if softmax_type == "off-by-one" else offset
 

@@ -23,9 +23,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from .. import single_rank
-from .formats import Boundaries, attend, check_comm_type, check_softmax_type, sink_of
+from .formats import Boundaries, attend_format, check_comm_type, check_softmax_type, softmax_sink
 
-REFUSED = {
+UNSUPPORTED_CONFIG = {
     "qk_clip": "the kernels do not return the largest score",
     "log_max_attention_logit": "the kernels do not return the largest score",
     "fp8_dot_product_attention": "attention runs in the dtype of its inputs",
@@ -69,7 +69,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        for field, reason in REFUSED.items():
+        for field, reason in UNSUPPORTED_CONFIG.items():
             if getattr(config, field, False):
                 raise NotImplementedError(f"{field} of the config is on, but {reason}; turn it off")
         check_comm_type(cp_comm_type)
@@ -77,10 +77,10 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.config, self.layer_number = config, max(1, layer_number)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
-        self.tp_group = _member_of(pg_collection, "tp")  # `sharded_state_dict` reads it, too
+        self.tp_group = _collection_group(pg_collection, "tp")  # `sharded_state_dict` reads it, too
         # ignore the cp group if context_parallel_size is 1: other modules may use it
         cp_size = config.context_parallel_size
-        self.cp_group = _member_of(pg_collection, "cp") if cp_size > 1 else None
+        self.cp_group = _collection_group(pg_collection, "cp") if cp_size > 1 else None
         if self.cp_group is not None and self.cp_group.size() != cp_size:
             raise ValueError(
                 f"context_parallel_size of the config is {cp_size}: the cp group of pg_collection has "
@@ -133,10 +133,10 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
             boundaries = Boundaries(
                 packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
             )
-            group = _group_of(packed, group)
+            group = _micro_batch_group(packed, group)
         if qkv_format == "thd":  # as Megatron-core does for TransformerEngine
             name = {"causal": "padding_causal", "no_mask": "padding"}.get(name, name)
-        return attend(
+        return attend_format(
             query,
             key,
             value,
@@ -147,7 +147,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
             attention_mask=attention_mask,
             boundaries=boundaries,
             softmax_scale=self.softmax_scale,
-            learnable_sink=sink_of(self.config.softmax_type, self.softmax_offset, query),
+            learnable_sink=softmax_sink(self.config.softmax_type, self.softmax_offset, query),
             dropout_p=self.attention_dropout if self.training else 0.0,
             first_head=self.tp_group.rank() * query.shape[-2],
         )
@@ -155,14 +155,14 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
     sharded_state_dict = DotProductAttention.sharded_state_dict
 
 
-def _member_of(pg_collection: ProcessGroupCollection, name: str) -> Any:
+def _collection_group(pg_collection: ProcessGroupCollection, name: str) -> Any:
     group = getattr(pg_collection, name, None)
     if not hasattr(group, "rank"):
         raise ValueError(f"pg_collection has no {name} group, but {group!r}; initialise parallel_state or pass a group")
     return group
 
 
-def _group_of(packed: PackedSeqParams, group: Any) -> Any:
+def _micro_batch_group(packed: PackedSeqParams, group: Any) -> Any:
     """Return the context-parallel group of a micro-batch, or the layer's if the micro-batch has none."""
     cp_group, size = getattr(packed, "cp_group", None), getattr(packed, "local_cp_size", None)
     if cp_group is not None:

@@ -12,7 +12,7 @@ set ``use_cuda_kernel=False`` and assign ``ring_attention_pytorch.ring_attention
   and ring passes.
 - ``mask`` and ``causal`` can be combined. The original ignores ``mask`` with ``causal``.
 - Gradients are correct here. The original's modules with ``auto_shard_seq`` still have wrong gradients over several
-  ranks, because the backward of their ``AllGather`` lacks an all-reduce.
+  ranks, because the backward of their ``AllGatherAttention`` lacks an all-reduce.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def ring_flash_attn(
         layout = _stripes(size, buckets, world)
     key_layout = layout if tokens == keys else Layout.contiguous(keys, 1)
     if mask is not None:  # gather the keys of all ranks in order of position
-        mask = _swapped(mask.to(torch.uint8), 1, buckets)
+        mask = _swap_runs(mask.to(torch.uint8), 1, buckets)
         mask = unshard(mask, layout=key_layout, group=members, grad="slice").bool().cpu()
     out = ring_attention(
-        _swapped(_swapped(q, 1, buckets), 2, q.shape[2] // max(kv_heads, 1)),
-        _swapped(k, 1, buckets),
-        _swapped(v, 1, buckets),
+        _swap_runs(_swap_runs(q, 1, buckets), 2, q.shape[2] // max(kv_heads, 1)),
+        _swap_runs(k, 1, buckets),
+        _swap_runs(v, 1, buckets),
         layout=layout,
         kv_layout=key_layout,
         group=members,
@@ -96,7 +96,7 @@ def ring_flash_attn(
         window_size=(-1 if max_lookback_seq_len is None else max_lookback_seq_len, -1),
         softcap=softclamp_value if softclamp_qk_sim else 0.0,
     )
-    return _swapped(_swapped(out, 2, kv_heads), 1, tokens // buckets)
+    return _swap_runs(_swap_runs(out, 2, kv_heads), 1, tokens // buckets)
 
 
 @wraps(ring_flash_attn, assigned=())
@@ -131,10 +131,10 @@ def zig_zag_attn(
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     if q.shape[2] % 2 and group_rank_size(group)[1] > 1:
         raise ValueError(f"q has {q.shape[2]} tokens: zigzag needs an even number per rank")
-    grouped = _swapped(q.transpose(1, 2), 2, q.shape[1] // max(k.shape[1], 1))
+    grouped = _swap_runs(q.transpose(1, 2), 2, q.shape[1] // max(k.shape[1], 1))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     out = ring_attention(grouped, k, v, layout="zigzag", group=group, causal=causal, dropout_p=dropout)
-    return _swapped(out, 2, k.shape[2]).transpose(1, 2)
+    return _swap_runs(out, 2, k.shape[2]).transpose(1, 2)
 
 
 @torch.no_grad()
@@ -212,7 +212,7 @@ def _stripes(bucket_size: int, buckets: int, world: int) -> Layout:
     return Layout([(buckets * (world * i + rank), buckets) for i in rounds] for rank in range(world))
 
 
-def _swapped(x: Tensor, dim: int, groups: int) -> Tensor:
+def _swap_runs(x: Tensor, dim: int, groups: int) -> Tensor:
     """Reorder ``groups`` runs along ``dim`` to the first elements of all runs, then the second ones, and so on."""
     if groups in (1, x.shape[dim]) or groups < 1 or x.shape[dim] % groups:
         return x  # nothing to swap, or the heads do not fit, which ring_attention reports

@@ -20,7 +20,7 @@ with ``return_attn_probs``. ``lse`` is the fp32 natural logarithm, ``[B, H, S]``
 
 Some options work here that the original rejects or computes wrongly: windows and ALiBi over the ring, zigzag and
 stripes without ``causal``, and dropout that does not depend on the number of ranks. The backward is always
-deterministic, whatever ``deterministic`` says. :class:`More` lists additional keyword arguments.
+deterministic, whatever ``deterministic`` says. :class:`ExtraOptions` lists additional keyword arguments.
 
 ``cu_seqlens`` are needed on the host, so a tensor on a GPU synchronises. The llama3 functions do so only in
 ``llama3_flash_attn_prepare_cu_seqlens``. Pass ``layout=`` for documents that the ranks do not divide, and for zigzags
@@ -45,12 +45,12 @@ from . import unit_stride
 
 Attention = Tensor | tuple[Tensor, Tensor, None]
 """``out``, or ``(out, lse, None)`` with ``return_attn_probs``; the attention probabilities are never materialised."""
-Boundaries = tuple[int, ...]
-Placed = tuple[Layout | str, Boundaries | None]
+DocumentEdges = tuple[int, ...]
+Placement = tuple[Layout | str, DocumentEdges | None]
 """Layout, and the document boundaries in the whole sequence, or None if the tensors are not packed."""
 
 
-class More(TypedDict, total=False):
+class ExtraOptions(TypedDict, total=False):
     """Keyword arguments beyond those of ring_flash_attn, with the meaning of :func:`ringattn.ring_attention`."""
 
     layout: Layout
@@ -73,7 +73,7 @@ class _Call(NamedTuple):
 
 
 def _attention(
-    place: Callable[..., Placed],
+    place: Callable[..., Placement],
     arguments: Iterable[Any],
     q: Tensor,
     k: Tensor,
@@ -86,7 +86,7 @@ def _attention(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: GroupLike = None,
-    **more: Unpack[More],
+    **more: Unpack[ExtraOptions],
 ) -> Attention:
     """Compute attention for every public function of this module.
 
@@ -106,13 +106,15 @@ def _attention(
     return (out, lse, None) if return_attn_probs else out
 
 
-def _dense(rule: str, call: _Call) -> Placed:
+def _dense(rule: str, call: _Call) -> Placement:
     if rule == "zigzag" and call.layout is None and call.q.ndim == 4:
         _two_equal_runs("q", call.q.shape[1], call)
     return call.layout or rule, None
 
 
-def _varlen(rule: Callable[[Boundaries, int], Layout], call: _Call, cu_seqlens: Tensor, max_seqlen: int) -> Placed:
+def _varlen(
+    rule: Callable[[DocumentEdges, int], Layout], call: _Call, cu_seqlens: Tensor, max_seqlen: int
+) -> Placement:
     """Return the placement for ``cu_seqlens`` of one rank's part, those of the whole sequence over the world size."""
     documents = Documents(_on_host(cu_seqlens)).boundaries
     if max_seqlen is None or max_seqlen < _longest(documents):
@@ -211,7 +213,7 @@ def _llama3(
     max_seqlen_k: int,
     heads_k_stride: int,
     local_k_slice: slice,
-) -> Placed:
+) -> Placement:
     prepared = _PREPARED.get(cu_seqlens_q)  # type: ignore[no-untyped-call]
     if prepared is None:
         raise ValueError(
@@ -232,18 +234,18 @@ def _on_host(cu_seqlens: Tensor | Iterable[int]) -> Any:
     return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
 
 
-def _longest(boundaries: Boundaries) -> int:
+def _longest(boundaries: DocumentEdges) -> int:
     return max(stop - start for start, stop in pairwise(boundaries))
 
 
-def _functions(stem: str, place: Callable[..., Placed], *arguments: str) -> list[Callable[..., Attention]]:
+def _functions(stem: str, place: Callable[..., Placement], *arguments: str) -> list[Callable[..., Attention]]:
     """Build ``*_func``, ``*_kvpacked_func`` and ``*_qkvpacked_func``, which take ``arguments`` after the tensors."""
     tensors = {"": ("q", "k", "v"), "kvpacked_": ("q", "kv"), "qkvpacked_": ("qkv",)}
     return [_function(f"{stem}_{packing}func", names, place, arguments) for packing, names in tensors.items()]
 
 
 def _function(
-    name: str, tensors: tuple[str, ...], place: Callable[..., Placed], arguments: tuple[str, ...]
+    name: str, tensors: tuple[str, ...], place: Callable[..., Placement], arguments: tuple[str, ...]
 ) -> Callable[..., Attention]:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     rest = [*inspect.signature(_attention).parameters.values()][5:]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import Documents, Layout
 from ..comm import GroupLike, group_rank_size
-from .transformers import Sharding, _sharding, attend, mask_of, register
+from .transformers import Sharding, _sharding, attention_interface, mask_interface, register
 
 
 def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> str:
@@ -33,8 +33,8 @@ def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> s
     if not isinstance(heads_k_stride, int) or isinstance(heads_k_stride, bool) or heads_k_stride < 1:
         raise ValueError(f"heads_k_stride is {heads_k_stride!r}: it must be an integer of at least 1")
     name = register()
-    transformers.AttentionInterface.register("flash_attention_2", attend)
-    transformers.AttentionMaskInterface.register("flash_attention_2", mask_of)
+    transformers.AttentionInterface.register("flash_attention_2", attention_interface)
+    transformers.AttentionMaskInterface.register("flash_attention_2", mask_interface)
     _sharding.set(Sharding(None, process_group))
     return name
 

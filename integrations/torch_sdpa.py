@@ -17,9 +17,9 @@ from .. import Layout, LayoutLike, ring_attention
 from ..comm import GroupLike
 from . import unit_stride
 
-__all__ = ["layout_of", "ring_sdpa"]
+__all__ = ["load_balancer_layout", "ring_sdpa"]
 
-OUTSIDE = "call it outside the `with` to attend to this rank's tokens only"
+OUTSIDE_HINT = "call it outside the `with` to attend to this rank's tokens only"
 OTHER_ATTENTION: dict[str, str] = {
     "flex_attention": "call ringattn.ring_attention for windows, documents and block masks",
     "_varlen_attn": "call ringattn.ring_attention with cu_seqlens",  # the ops of torch.nn.attention.varlen
@@ -35,7 +35,7 @@ KERNELS = (
 """Name prefixes of the functions of torch and torch.ops.aten behind ``scaled_dot_product_attention``."""
 
 
-def _undispatched(function: Any) -> FunctionType:
+def _without_dispatch(function: Any) -> FunctionType:
     """Return a copy of a Python function of torch that skips the dispatch to active modes.
 
     A mode is inactive while it handles a function. Without the copy, the mode would therefore miss the attention
@@ -49,8 +49,8 @@ def _undispatched(function: Any) -> FunctionType:
     )
 
 
-SEEN_INTO = {
-    function: _undispatched(function)
+INTERCEPTED = {
+    function: _without_dispatch(function)
     for function in (
         F.multi_head_attention_forward,
         torch.Tensor.backward,
@@ -76,7 +76,7 @@ def ring_sdpa(layout: LayoutLike, group: GroupLike = None, *, kv_layout: LayoutL
 
     Args:
         layout: Global positions of each rank, as a :class:`Layout`, or ``contiguous``, ``zigzag`` or ``striped`` for
-            equal shards. :func:`layout_of` converts a load balancer of PyTorch.
+            equal shards. :func:`load_balancer_layout` converts a load balancer of PyTorch.
         group: The ranks, as in :func:`ring_attention`. For a mesh pass its context-parallel dimension, ``mesh["cp"]``.
         kv_layout: Global positions of the keys in cross-attention. It applies to every call in the context.
 
@@ -103,15 +103,15 @@ class _RingSDPA(TorchFunctionMode):
         name = getattr(func, "__name__", "").partition(".")[0]  # without the overload of an op
         if name in OTHER_ATTENTION or name.startswith(KERNELS):
             instead = OTHER_ATTENTION.get(name, "call scaled_dot_product_attention")
-            raise NotImplementedError(f"{name} inside ring_sdpa: {instead}, or {OUTSIDE}")
+            raise NotImplementedError(f"{name} inside ring_sdpa: {instead}, or {OUTSIDE_HINT}")
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             raise NotImplementedError(
                 "need_weights is True inside ring_sdpa, which never materialises the attention weights; pass "
-                f"need_weights=False to nn.MultiheadAttention, or {OUTSIDE}"
+                f"need_weights=False to nn.MultiheadAttention, or {OUTSIDE_HINT}"
             )
-        if func in SEEN_INTO:
+        if func in INTERCEPTED:
             with self:
-                return SEEN_INTO[func](*args, **kwargs)
+                return INTERCEPTED[func](*args, **kwargs)
         return func(*args, **kwargs)
 
     def attention(
@@ -143,7 +143,7 @@ class _RingSDPA(TorchFunctionMode):
         if self.kv_layout is None and query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"key has {key.shape[2]} tokens, query has {query.shape[2]}; pass kv_layout to ring_sdpa for "
-                f"cross-attention to a sharded sequence, or {OUTSIDE}"
+                f"cross-attention to a sharded sequence, or {OUTSIDE_HINT}"
             )
         q, k, v = (unit_stride(x).transpose(1, 2) for x in (query, key, value))
         out = ring_attention(
@@ -160,7 +160,7 @@ class _RingSDPA(TorchFunctionMode):
         return out.transpose(1, 2)
 
 
-def layout_of(load_balancer: Any, world: int) -> Layout:
+def load_balancer_layout(load_balancer: Any, world: int) -> Layout:
     """Return the :class:`Layout` of the shards that PyTorch's context parallelism creates with a load balancer.
 
     Args:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import single_rank
-from .formats import Boundaries, attend, check_comm_type, check_softmax_type, sink_of
+from .formats import Boundaries, attend_format, check_comm_type, check_softmax_type, softmax_sink
 
 STRATEGIES = {"DUAL_CHUNK_SWAP": False, "NO_LOAD_BALANCE": True}
 """Member name of ``CPLoadBalancingStrategy``: True if each rank holds one contiguous run of tokens."""
 
-ONE_NAME = {"causal_padding": "padding_causal"}  # TransformerEngine accepts both spellings
+MASK_TYPE_ALIASES = {"causal_padding": "padding_causal"}  # TransformerEngine accepts both spellings
 
 
 class DotProductAttention(nn.Module):
@@ -191,14 +191,14 @@ class DotProductAttention(nn.Module):
             )
         if pad_between_seqs is False and not (cu_seqlens_q_padded is None or cu_seqlens_q_padded is cu_seqlens_q):
             raise ValueError("pad_between_seqs is False with cu_seqlens_q_padded: leave one of them out")
-        query, key, value = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
+        query, key, value = unpack_qkv(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         self._check_heads(query, key, value)
         mask_type = (attn_mask_type or self.attn_mask_type).replace(",", "_")
         attention = partial(
-            attend,
+            attend_format,
             group=single_rank() if self.cp_group is None else self.cp_group,
             qkv_format=qkv_format or self.qkv_format,
-            attn_mask_type=ONE_NAME.get(mask_type, mask_type),
+            attn_mask_type=MASK_TYPE_ALIASES.get(mask_type, mask_type),
             window_size=fit_window(self.window_size if window_size is None else window_size, mask_type),
             attention_mask=attention_mask,
             boundaries=Boundaries(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
@@ -206,7 +206,7 @@ class DotProductAttention(nn.Module):
             contiguous=self._contiguous,
             softmax_scale=self.softmax_scale,
             softcap=self.softcap if softcap is None else softcap,
-            learnable_sink=sink_of(self.softmax_type, self.softmax_offset, query),
+            learnable_sink=softmax_sink(self.softmax_type, self.softmax_offset, query),
             alibi_slopes=alibi_slopes,
             dropout_p=self.attention_dropout if self.training else 0.0,
             first_head=0 if self.tp_group is None else self.tp_group.rank() * query.shape[-2],
@@ -240,7 +240,7 @@ def fit_window(window_size: Any, mask_type: str) -> Any:
     return adapted
 
 
-def unpacked(
+def unpack_qkv(
     query: Tensor | None, key: Tensor | None, value: Tensor | None, qkv: Tensor | None, kv: Tensor | None, dim: int
 ) -> tuple[Tensor, ...]:
     """Return query, key and value, unpacked from ``qkv`` or ``kv`` along ``dim`` (-3 or -2) if those are given."""

@@ -35,7 +35,7 @@ from .. import Documents, Layout, LayoutLike, Ring, Session, ring_attention
 from ..comm import GroupLike, resolve_group
 
 NAME = "ringattn"
-OLDEST = Version("5.22")
+MIN_VERSION = Version("5.22")
 IGNORE_INDEX = -100  # transformers' losses skip this label
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -44,15 +44,15 @@ ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 LEARNED_POSITIONS = ("biogpt", "gpt2", "opt")
 """``config.model_type`` of supported models without rotary embedding; their ``position_ids`` count from 0."""
 
-NO_TENSOR = 'ringattn does not build mask tensors (use "eager" or "sdpa" on whole sequences)'
+NO_MASK_TENSOR = 'ringattn does not build mask tensors (use "eager" or "sdpa" on whole sequences)'
 
-HARMLESS = (
+IGNORED_KEYWORDS = (
     "cache_position", "deterministic", "layer_idx", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "return_dict", "shift_labels", "use_cache",
 )  # fmt: skip
 """Keyword arguments of attention that do not change the result; a cache has already returned its keys and values."""
 
-HARMLESS_OF_MASKS = (
+IGNORED_MASK_KEYWORDS = (
     "allow_is_bidirectional_skip", "allow_is_causal_skip", "allow_torch_fix", "batch_size", "config", "dtype",
     "local_size", "use_vmap",
 )  # fmt: skip
@@ -92,12 +92,12 @@ class Sharding:
         """Return the positions of this rank's tokens within their documents, int64 ``[S]``."""
         session, layout = self.resolve(tokens, device)
         where = layout.positions(session.rank)
-        start = 0 if self.cu_seqlens is None else Documents(self.cu_seqlens).around(where)[0]
+        start = 0 if self.cu_seqlens is None else Documents(self.cu_seqlens).document_bounds(where)[0]
         return (where - start).to(device)
 
 
 @dataclass
-class Mask:
+class MaskSpec:
     """Mask as arguments of ``ring_attention``, which a model passes to attention in place of a mask tensor.
 
     The mask carries the sharding, because activation checkpointing may recompute a layer after ``sharded`` has ended,
@@ -112,10 +112,10 @@ class Mask:
     checked_config: Any = None  # the last config that passed `_check_config`
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{NO_TENSOR}, and this model uses the attribute {name} of its mask")
+        raise AttributeError(f"{NO_MASK_TENSOR}, and this model uses the attribute {name} of its mask")
 
     def __radd__(self, scores: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError(f"{NO_TENSOR}, and this model adds its mask to the scores")
+        raise NotImplementedError(f"{NO_MASK_TENSOR}, and this model adds its mask to the scores")
 
     def check_positions(self, position_ids: torch.Tensor, tokens: int) -> None:
         """Raise ValueError if ``position_ids`` are not this rank's positions, which rotary embedding needs."""
@@ -142,7 +142,7 @@ class Mask:
 
 
 _sharding: ContextVar[Sharding] = ContextVar("ringattn_sharding")
-_checked: WeakSet[torch.nn.Module] = WeakSet()  # models that have the output hook
+_checked_models: WeakSet[torch.nn.Module] = WeakSet()  # models that have the output hook
 
 
 @contextmanager
@@ -172,10 +172,10 @@ def sharded(
     """
     sharding = Sharding(layout, group, ring, None if cu_seqlens is None else Documents(cu_seqlens).boundaries)
     for module in model.modules():
-        if isinstance(module, transformers.PreTrainedModel) and module not in _checked:
+        if isinstance(module, transformers.PreTrainedModel) and module not in _checked_models:
             # never remove the hook: a change of hooks recompiles a compiled model
             module.register_forward_hook(_check_output, with_kwargs=True)
-            _checked.add(module)
+            _checked_models.add(module)
     token = _sharding.set(sharding)
     try:
         yield
@@ -216,12 +216,12 @@ def register() -> str:
         ImportError: transformers is older than 5.22, or newer with different mask functions.
     """
     version = transformers.__version__
-    if Version(version) < OLDEST:
-        raise ImportError(f"transformers is {version}: ringattn needs {OLDEST} or newer")
+    if Version(version) < MIN_VERSION:
+        raise ImportError(f"transformers is {version}: ringattn needs {MIN_VERSION} or newer")
     try:
         _check_masks()
-        transformers.AttentionInterface.register(NAME, attend)
-        transformers.AttentionMaskInterface.register(NAME, mask_of)
+        transformers.AttentionInterface.register(NAME, attention_interface)
+        transformers.AttentionMaskInterface.register(NAME, mask_interface)
     except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
         raise ImportError(
             f"transformers is {version}, and ringattn cannot read its mask functions ({error}); install 5.22 or 5.23"
@@ -230,7 +230,7 @@ def register() -> str:
 
 
 def _check_masks() -> None:
-    """Raise TypeError if :func:`shown` misreads a mask function of transformers."""
+    """Raise TypeError if :func:`parse_mask_function` misreads a mask function of transformers."""
     masks, ids = transformers.masking_utils, torch.zeros(1, 1, dtype=torch.int64)
     packed = masks.packed_sequence_mask_function(ids)
     for function, fields in (
@@ -241,12 +241,12 @@ def _check_masks() -> None:
         (masks.chunked_causal_mask_function(4, ids[0]), {"causal": True, "chunk_size": 4}),
         (masks.and_masks(masks.causal_mask_function, packed), {"causal": True, "packed": ids}),
     ):
-        if shown(function) != fields:
-            raise TypeError(f"{function.__qualname__} is {shown(function)}")
+        if parse_mask_function(function) != fields:
+            raise TypeError(f"{function.__qualname__} is {parse_mask_function(function)}")
 
 
-def shown(mask_function: Callable[..., Any]) -> dict[str, Any]:
-    """Convert a mask function of transformers to fields of :class:`Mask`, and to ``packed`` document ids."""
+def parse_mask_function(mask_function: Callable[..., Any]) -> dict[str, Any]:
+    """Convert a mask function of transformers to fields of :class:`MaskSpec`, and to ``packed`` document ids."""
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     is_builtin = inspect.isfunction(mask_function) and mask_function.__module__ == transformers.masking_utils.__name__
     closure = inspect.getclosurevars(mask_function).nonlocals if is_builtin else {}
@@ -259,15 +259,15 @@ def shown(mask_function: Callable[..., Any]) -> dict[str, Any]:
             return {"window_size": (closure["sliding_window"] - 1, -1)}
         case "sliding_window_bidirectional_overlay":
             return {"window_size": (closure["sliding_window"], closure["sliding_window"])}
-        case "chunked_overlay":  # its left padding is 0, because `mask_of` rejects padding
+        case "chunked_overlay":  # its left padding is 0, because `mask_interface` rejects padding
             return {"chunk_size": closure["chunk_size"]}
         case "packed_sequence_mask_function":
             return {"packed": closure["packed_sequence_mask"]}
         case "remap_positions_for_packed_sequence":
-            return shown(closure["mask_function"])
+            return parse_mask_function(closure["mask_function"])
         case "and_masks.<locals>.and_mask":
             fields: dict[str, Any] = {}
-            for part in map(shown, closure["mask_functions"]):
+            for part in map(parse_mask_function, closure["mask_functions"]):
                 if repeated := fields.keys() & part.keys() - {"causal"}:
                     raise NotImplementedError(f"a mask has two values of {sorted(repeated)}: {fields} and {part}")
                 fields |= part
@@ -278,7 +278,7 @@ def shown(mask_function: Callable[..., Any]) -> dict[str, Any]:
     )
 
 
-def mask_of(
+def mask_interface(
     *,
     q_length: int,
     kv_length: int,
@@ -288,9 +288,9 @@ def mask_of(
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> Mask:
+) -> MaskSpec:
     """Return the mask for the given arguments (transformers' mask interface)."""
-    if refused := kwargs.keys() - {*HARMLESS_OF_MASKS}:
+    if refused := kwargs.keys() - {*IGNORED_MASK_KEYWORDS}:
         raise NotImplementedError(f'{sorted(refused)} of a mask is not supported by ringattn; use "eager" or "sdpa"')
     if isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or kv_length != q_length:
         raise NotImplementedError(
@@ -304,7 +304,7 @@ def mask_of(
             "padding and pass cu_seqlens to sharded and shard_batch"
         )
     sharding, device = _sharding.get(Sharding()), torch.device(device)
-    fields = shown(mask_function)
+    fields = parse_mask_function(mask_function)
     # transformers numbers documents wherever position_ids are not consecutive, which also happens within a shard
     packed = fields.pop("packed", None)
     if packed is not None and not (packed.diff() == (sharding.positions(q_length, device).diff() != 1)).all():
@@ -312,7 +312,7 @@ def mask_of(
             "position_ids do not match the layout and cu_seqlens of sharded; pass the batch from shard_batch, and the "
             "same layout and cu_seqlens to sharded and shard_batch"
         )
-    return Mask(sharding, **fields)
+    return MaskSpec(sharding, **fields)
 
 
 def _check_config(config: Any) -> None:
@@ -335,12 +335,12 @@ def _check_config(config: Any) -> None:
         raise NotImplementedError(f"{kind} is not supported over several ranks, {reason}")
 
 
-def attend(
+def attention_interface(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Mask | None,
+    attention_mask: MaskSpec | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -353,7 +353,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention of ``[B, H, S, D]``, and return ``[B, S, H, D]`` and None (transformers' interface)."""
     model = type(module).__name__
-    refused = {name for name, value in kwargs.items() if value is not None and value is not False} - {*HARMLESS}
+    refused = {name for name, value in kwargs.items() if value is not None and value is not False} - {*IGNORED_KEYWORDS}
     if getattr(getattr(module, "config", None), "output_attentions", False):
         refused.add("output_attentions")
     if refused:
@@ -362,8 +362,8 @@ def attend(
         )
     if attention_mask is None:  # the model builds no mask; do as transformers' sdpa does
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        attention_mask = Mask(_sharding.get(Sharding()), causal)
-    if not isinstance(attention_mask, Mask):
+        attention_mask = MaskSpec(_sharding.get(Sharding()), causal)
+    if not isinstance(attention_mask, MaskSpec):
         raise ValueError(
             f"attention_mask is a {type(attention_mask).__name__} {list(attention_mask.shape)} in {model}: it must be "
             "None or [batch, tokens] of ones; pass packed documents as cu_seqlens"
@@ -403,21 +403,21 @@ def attend(
     return out, None
 
 
-PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+PACKING_KEYS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Entries that give the documents of a padding-free batch, for example TRL's."""
 
-CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels")
+SHARDED_KEYS = ("input_ids", "inputs_embeds", "labels", "shift_labels")
 """Entries ``[B, S, ...]`` of a batch that :func:`shard_batch` splits."""
 
-BATCH = frozenset({*CUT, *PACKED, "attention_mask", "num_items_in_batch"})
+BATCH_KEYS = frozenset({*SHARDED_KEYS, *PACKING_KEYS, "attention_mask", "num_items_in_batch"})
 """Entries that :func:`shard_batch` accepts."""
 
-TENSORS = dict.fromkeys(("attention_mask", "input_ids", "labels", "shift_labels", "position_ids", "seq_idx"), 2)
-TENSORS["inputs_embeds"] = 3
+TENSOR_DIMS = dict.fromkeys(("attention_mask", "input_ids", "labels", "shift_labels", "position_ids", "seq_idx"), 2)
+TENSOR_DIMS["inputs_embeds"] = 3
 """Entries that are tensors, with their number of dimensions."""
 
 CHECK_EVERY = 100  # compare batches of known shapes in every 100th call of shard_batch
-MOST_SHAPES = 4096  # shapes to remember
+MAX_SHAPES = 4096  # shapes to remember
 
 
 class ShardedBatch(dict[str, Any]):
@@ -479,7 +479,7 @@ def shard_batch(
     """
     if check is not None and not isinstance(check, bool):
         raise ValueError(f"check is {check!r}: it must be True, False or None")
-    entries = map(batch.get, CUT) if isinstance(batch, Mapping) else ()
+    entries = map(batch.get, SHARDED_KEYS) if isinstance(batch, Mapping) else ()
     session = _session(group, next((x.device for x in entries if isinstance(x, torch.Tensor)), None))
     comparing = session.size > 1 and check is not False
     if comparing and torch.utils.data.get_worker_info() is not None:  # a worker shares its parent's connections
@@ -504,7 +504,7 @@ def _check_batch(batch: Mapping[str, Any], cu_seqlens: Iterable[int] | torch.Ten
     """Return the documents of a batch, or raise ValueError if the batch cannot be sharded."""
     if not isinstance(batch, Mapping):
         raise ValueError(f"batch is {type(batch).__name__}: it must be a dict of tensors")
-    for name, dims in TENSORS.items():
+    for name, dims in TENSOR_DIMS.items():
         x = batch.get(name)
         if x is not None and not (isinstance(x, torch.Tensor) and x.dim() == dims):
             got = f"a tensor {list(x.shape)}" if isinstance(x, torch.Tensor) else f"{x!r:.60}"
@@ -514,8 +514,8 @@ def _check_batch(batch: Mapping[str, Any], cu_seqlens: Iterable[int] | torch.Ten
         is_number = isinstance(number, int) or (isinstance(number, torch.Tensor) and number.numel() == 1)
         if number is not None and not is_number:
             raise ValueError(f"{name} is {number!r:.60}: it must be an integer")
-    if unknown := batch.keys() - BATCH:
-        raise ValueError(f"batch has {sorted(unknown)}: shard_batch takes {', '.join(sorted(BATCH))}")
+    if unknown := batch.keys() - BATCH_KEYS:
+        raise ValueError(f"batch has {sorted(unknown)}: shard_batch takes {', '.join(sorted(BATCH_KEYS))}")
     padding = batch.get("attention_mask")
     if padding is not None and not padding.all():
         raise ValueError(
@@ -569,7 +569,7 @@ def _boundaries_from_positions(position_ids: torch.Tensor, tokens: int) -> tuple
         raise ValueError(f"position_ids is {list(position_ids.shape)}: it must be [batch, {tokens}]")
     rows = position_ids.cpu()
     boundaries = (0, *((rows[0, 1:] == 0).nonzero()[:, 0] + 1).tolist(), tokens)
-    expected = torch.arange(tokens) - Documents(boundaries).around(torch.arange(tokens))[0]
+    expected = torch.arange(tokens) - Documents(boundaries).document_bounds(torch.arange(tokens))[0]
     if (differ := rows != expected).any():
         row, token = differ.nonzero()[0].tolist()
         raise ValueError(
@@ -588,9 +588,9 @@ def _compare_batches(
     always: bool,
 ) -> None:
     """Raise ValueError on every rank if the batches differ between ranks."""
-    tensors = {name: batch[name] for name in CUT if batch.get(name) is not None}
+    tensors = {name: batch[name] for name in SHARDED_KEYS if batch.get(name) is not None}
     # list missing entries, too, so that all ranks report the same first difference
-    shapes = {f"the shape of {name}": None for name in CUT} | {
+    shapes = {f"the shape of {name}": None for name in SHARDED_KEYS} | {
         f"the shape of {name}": (list(x.shape), x.dtype) for name, x in tensors.items()
     }
     is_due = always or repr(shapes) not in history.compared_shapes or history.calls % CHECK_EVERY == 0
@@ -603,7 +603,7 @@ def _compare_batches(
     call = {"call": "shard_batch", "layout": layout, **shapes, "check": is_due}
     session.agree(call, contents, always=True)
     if is_due:
-        if len(history.compared_shapes) >= MOST_SHAPES:
+        if len(history.compared_shapes) >= MAX_SHAPES:
             history.compared_shapes.clear()
         history.compared_shapes.add(repr(shapes))
 

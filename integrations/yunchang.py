@@ -38,7 +38,7 @@ from .. import Layout, LayoutLike, ring_attention
 from ..comm import Group, GroupLike, group_rank_size, resolve_group, resolve_mesh
 from . import ring_flash_attn, unit_stride
 
-RULES: dict[str, LayoutLike] = {
+RING_LAYOUTS: dict[str, LayoutLike] = {
     "basic": "contiguous",
     "zigzag": "zigzag",
     "strip": "striped",
@@ -47,11 +47,21 @@ RULES: dict[str, LayoutLike] = {
     "basic_npu": "contiguous",
 }
 """Layout of the ring for each ``ring_impl_type``, as the name of a constructor of ``Layout``."""
-EXACT = ("aiter", "fa", "fa3", "flashinfer", "torch_math", "torch_flash", "torch_efficient", "torch_cudnn", "npu")
+EXACT_KERNELS = (
+    "aiter",
+    "fa",
+    "fa3",
+    "flashinfer",
+    "torch_math",
+    "torch_flash",
+    "torch_efficient",
+    "torch_cudnn",
+    "npu",
+)
 """Values of ``AttnType`` whose results are exact up to rounding."""
 
 
-class _Kept:
+class _MeshCache:
     """Mesh of the last ``set_seq_parallel_pg``."""
 
     mesh: DeviceMesh | None = None
@@ -88,23 +98,23 @@ def set_seq_parallel_pg(
     else:
         ranks = ranks.view(-1, sp_ulysses_degree, sp_ring_degree).transpose(1, 2)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _Kept.mesh = DeviceMesh(device, ranks, mesh_dim_names=("data", "ring", "ulysses"))["ring", "ulysses"]
+    _MeshCache.mesh = DeviceMesh(device, ranks, mesh_dim_names=("data", "ring", "ulysses"))["ring", "ulysses"]
 
 
 @lru_cache
-def layout_of(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
+def usp_layout(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
     """Return the layout over all ranks of a mesh of ``rd`` x ``ud``, ring x Ulysses.
 
     Raises:
         ValueError: ``ring_impl_type`` is unknown, or the ranks do not divide ``seqlen``.
     """
-    if ring_impl_type not in RULES:
-        raise ValueError(f"ring_impl_type is {ring_impl_type!r}: it must be one of {', '.join(RULES)}")
+    if ring_impl_type not in RING_LAYOUTS:
+        raise ValueError(f"ring_impl_type is {ring_impl_type!r}: it must be one of {', '.join(RING_LAYOUTS)}")
     if min(rd, ud) < 1:
         raise ValueError(f"rd is {rd}, ud is {ud}: both must be at least 1")
     if seqlen % (rd * ud):
         raise ValueError(f"{seqlen} tokens are not divisible by the {rd * ud} ranks that share them")
-    ring: Layout = getattr(Layout, str(RULES[ring_impl_type]))(seqlen, rd)
+    ring: Layout = getattr(Layout, str(RING_LAYOUTS[ring_impl_type]))(seqlen, rd)
     return Layout.from_positions(part for ring_rank in range(rd) for part in ring.positions(ring_rank).chunk(ud))
 
 
@@ -125,9 +135,9 @@ def _extract(
     ``basic`` and ``strip`` ignore that order of the ranks.
 
     Raises:
-        ValueError: The degrees, ``rank`` or ``world_size`` differ from the mesh, or :func:`layout_of` raises.
+        ValueError: The degrees, ``rank`` or ``world_size`` differ from the mesh, or :func:`usp_layout` raises.
     """
-    mesh, degrees = _mesh_of(group)
+    mesh, degrees = _usp_mesh(group)
     rd, ud = degrees[0] if rd is None else rd, degrees[1] if ud is None else ud
     if value.ndim < 2:
         raise ValueError(f"value is {list(value.shape)}: it must be [B, S, ...]")
@@ -139,19 +149,19 @@ def _extract(
             f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}: this is rank {process} of {size}, "
             f"{degrees[0]} x {degrees[1]} ranks"
         )
-    return layout_of(ring_impl_type, value.shape[1], rd, ud).shard(value, mine)
+    return usp_layout(ring_impl_type, value.shape[1], rd, ud).shard(value, mine)
 
 
-EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(_extract, name) for name in RULES}
+EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(_extract, name) for name in RING_LAYOUTS}
 """Maps ``ring_impl_type`` to ``extract(value, rank, world_size, rd, ud)``."""
 basic_extract_local = EXTRACT_FUNC_DICT["basic"]
 zigzag_extract_local = EXTRACT_FUNC_DICT["zigzag"]
 stripe_extract_local = EXTRACT_FUNC_DICT["strip"]
 
 
-def _mesh_of(group: GroupLike) -> tuple[GroupLike, tuple[int, int]]:
+def _usp_mesh(group: GroupLike) -> tuple[GroupLike, tuple[int, int]]:
     """Return the mesh, and the number of ranks along its ring and its Ulysses dimension."""
-    mesh = _Kept.mesh if group is None else group
+    mesh = _MeshCache.mesh if group is None else group
     dims = resolve_mesh(mesh)
     if dims is None:
         resolve_group(mesh)
@@ -160,8 +170,10 @@ def _mesh_of(group: GroupLike) -> tuple[GroupLike, tuple[int, int]]:
 
 
 def _check_attn_type(attn_type: object) -> None:
-    if getattr(attn_type, "value", attn_type) not in EXACT:
-        raise NotImplementedError(f"attn_type is {attn_type}: it must be one of the exact kernels, {', '.join(EXACT)}")
+    if getattr(attn_type, "value", attn_type) not in EXACT_KERNELS:
+        raise NotImplementedError(
+            f"attn_type is {attn_type}: it must be one of the exact kernels, {', '.join(EXACT_KERNELS)}"
+        )
 
 
 def _ring_qkvpacked(
@@ -231,9 +243,9 @@ class LongContextAttention(torch.nn.Module):
             raise NotImplementedError(
                 "attn_processor is given: it must be None; for sparse patterns see block_mask of ring_attention"
             )
-        layout_of(ring_impl_type, 0, 1, 1)
+        usp_layout(ring_impl_type, 0, 1, 1)
         self.ring_impl_type = ring_impl_type
-        self.mesh, self.degrees = _mesh_of(group)
+        self.mesh, self.degrees = _usp_mesh(group)
 
     def forward(
         self,
@@ -258,9 +270,9 @@ class LongContextAttention(torch.nn.Module):
                 heads.
         """
         rd, ud = self.degrees
-        layout = RULES[self.ring_impl_type]
+        layout = RING_LAYOUTS[self.ring_impl_type]
         if ud > 1 and layout != "contiguous":  # otherwise a name suffices, which torch.compile can trace
-            layout = layout_of(self.ring_impl_type, query.shape[1] * rd * ud, rd, ud)
+            layout = usp_layout(self.ring_impl_type, query.shape[1] * rd * ud, rd, ud)
         return ring_attention(
             unit_stride(query),
             unit_stride(key),

@@ -1,9 +1,9 @@
 """Attention of one query shard against one key shard on one device; the folder needs only torch and triton."""
 
 from .bounds import FULL, BlockSparseIndex, Bounds, tile_range
-from .choice import default_config
 from .config import KernelConfig, Tile
 from .device.tiles import TileRange
+from .launch_plan import default_config
 from .ops import (
     attend,
     attention_backward,
@@ -17,7 +17,7 @@ from .ops import (
 )
 from .quantize import SCALE_TOKENS, scale_shape
 from .scores import PLAIN, Scores
-from .shared import Shared
+from .shared_cache import SharedValue
 
 __all__ = [
     "FULL",
@@ -27,7 +27,7 @@ __all__ = [
     "Bounds",
     "KernelConfig",
     "Scores",
-    "Shared",
+    "SharedValue",
     "Tile",
     "TileRange",
     "attend",

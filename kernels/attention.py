@@ -10,33 +10,41 @@ import torch
 from torch import Tensor
 
 from .bounds import FULL, Bounds
-from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank, resolve_dkdv_output, result_like
-from .choice import Bound, LaunchPlan, backward_config, check_config, check_tiles, launch_traits
+from .checks import (
+    check_backward_inputs,
+    check_four_dims,
+    check_inputs,
+    check_like,
+    check_qkv,
+    resolve_dkdv_output,
+    resolve_grad_output,
+)
 from .config import KernelConfig, Tile, is_single_pass
 from .device.backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .device.forward import forward_kernel
-from .device.tiles import Shape
-from .hopper_launch import launch_hopper, takes
+from .device.tiles import LaunchShape
+from .hopper_forward_launch import launch_hopper_forward, runs_hopper_forward
 from .launch import (
-    TAKES,
+    DESCRIPTOR_ERROR_PREFIX,
     Pair,
-    check_describable,
-    check_described,
-    descriptor,
-    empty_parts,
+    check_descriptor_support,
+    check_tma_alignment,
+    empty_split_sums,
+    grid_size,
+    has_descriptor_epilogue,
     head_dims,
-    interval,
-    is_described,
     launch,
-    modifiers,
-    options,
-    programs,
-    shape_of,
-    strided,
+    launch_shape,
+    mask_interval,
+    score_modifiers,
+    strided_tensor,
+    tile_options,
+    tma_descriptor,
 )
-from .order import split_shape, splits_of, tile_schedule
+from .launch_plan import LaunchPlan, QueryLauncher, backward_config, check_config, check_tiles, tile_criteria
 from .scores import PLAIN, Scores
 from .single_pass import attention_gradients
+from .tile_schedule import resolve_splits, split_shape, tile_schedule
 
 REDUCE_BLOCK = 16
 """Keys per program of `reduce_kernel`. All parts of a few rows are many bytes already, and 16 divides every tile."""
@@ -47,7 +55,7 @@ DELTA_BLOCK = 64
 """Queries per program of `delta_kernel`: enough loads in flight, and few idle rows at the end of a shard."""
 
 
-class Forward(Bound):
+class ForwardLauncher(QueryLauncher):
     """Forward of one query tensor over one key shard after another; the kernel updates the softmax state."""
 
     def __init__(self, q: Tensor, softmax_scale: float, config: KernelConfig | None, state: Pair | None = None) -> None:
@@ -56,7 +64,7 @@ class Forward(Bound):
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
         """Add the keys and values of one shard to the state."""
-        q, plan = self._q, self._plan("forward", k, v, bounds, scores)
+        q, plan = self._q, self._get_plan("forward", k, v, bounds, scores)
         dtype, out = q.dtype if final else torch.float32, None
         if self._state is None:
             lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device, dtype=torch.float32)
@@ -65,16 +73,19 @@ class Forward(Bound):
         in_place = out is not None and out.dtype == dtype
         result = out if out is not None and in_place else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
         self._state = result, lse
-        if plan.hopper and self._takes(
-            id(plan), k, v, lambda: takes(q, k, v, bounds, scores, plan.tile, requested=self._config is not None)
+        if plan.is_hopper and self._runs_hopper(
+            id(plan),
+            k,
+            v,
+            lambda: runs_hopper_forward(q, k, v, bounds, scores, plan.tile, requested=self._config is not None),
         ):
-            launch_hopper(q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._described)
+            launch_hopper_forward(q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._descriptors)
             return
-        state_arg = self._continued(result if out is None else out)
+        state_arg = self._cached_carried(result if out is None else out)
         launch(
             forward_kernel, plan.grid, q.device,
-            self._queries, strided(k), strided(v), state_arg, self._continued(result), lse,
-            interval(bounds), plan.shape, self._scale, modifiers(scores),
+            self._q_arg, strided_tensor(k), strided_tensor(v), state_arg, self._cached_carried(result), lse,
+            mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores),
             HAS_STATE=out is not None, IN_PLACE=in_place, **plan.options,
         )  # fmt: skip
 
@@ -84,7 +95,7 @@ class Forward(Bound):
         return self._state
 
 
-class Backward(Bound):
+class BackwardLauncher(QueryLauncher):
     """Two-pass backward of one query tensor over one key shard after another."""
 
     def __init__(
@@ -93,68 +104,68 @@ class Backward(Bound):
     ) -> None:  # fmt: skip
         super().__init__(q, softmax_scale, config)
         self._dout, self._lse, self._delta = dout, lse, delta
-        self._given = strided(dout), self._queries
+        self._dout_and_q = strided_tensor(dout), self._q_arg
 
     def dq(
         self, k: Tensor, v: Tensor, *, bounds: Bounds, scores: Scores, accum: Tensor | None,
         out: Tensor,
     ) -> None:  # fmt: skip
         """Write ``accum`` plus dQ from one key shard to ``out``, which may be ``accum`` itself."""
-        q, plan = self._q, self._plan("dq", k, v, bounds, scores)
-        sum_arg = self._continued(out if accum is None else accum)
+        q, plan = self._q, self._get_plan("dq", k, v, bounds, scores)
+        sum_arg = self._cached_carried(out if accum is None else accum)
         launch(
             dq_kernel, plan.grid, q.device,
-            *self._given, strided(k), strided(v), self._lse, self._delta, sum_arg, self._continued(out),
-            interval(bounds), plan.shape, self._scale, modifiers(scores),
+            *self._dout_and_q, strided_tensor(k), strided_tensor(v), self._lse, self._delta, sum_arg, self._cached_carried(out),
+            mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores),
             **plan.options, HAS_SUM=accum is not None, IN_PLACE=out is accum,
         )  # fmt: skip
 
     def dkdv(self, k: Tensor, v: Tensor, *, bounds: Bounds, scores: Scores, accum: Pair | None, out: Pair) -> None:
         """Write ``accum`` plus dK and dV of one key shard to ``out``, which may be ``accum`` itself."""
-        q, plan, (dk, dv) = self._q, self._plan("dkdv", k, v, bounds, scores), out
+        q, plan, (dk, dv) = self._q, self._get_plan("dkdv", k, v, bounds, scores), out
         sums = out if accum is None else accum
         in_place = dk is sums[0] and dv is sums[1]
-        parts = out if plan.splits == 1 else (empty_parts(k, plan.splits), empty_parts(v, plan.splits))
+        parts = out if plan.splits == 1 else (empty_split_sums(k, plan.splits), empty_split_sums(v, plan.splits))
         to_arg = self._output_arg(plan, v, out, sums)
         out_args = to_arg(parts[0]), to_arg(parts[1])
         sum_args = out_args if in_place or plan.splits > 1 else (to_arg(sums[0]), to_arg(sums[1]))
-        query_bounds = interval(bounds.transposed(k.shape[1]))
+        query_bounds = mask_interval(bounds.transposed(k.shape[1]))
         launch(
             dkdv_kernel, plan.grid, q.device,
-            *self._given, strided(k), strided(v), self._lse, self._delta, *sum_args, *out_args, query_bounds,
-            plan.shape, self._scale, modifiers(scores, rows_are_keys=True),
+            *self._dout_and_q, strided_tensor(k), strided_tensor(v), self._lse, self._delta, *sum_args, *out_args, query_bounds,
+            plan.shape, self._scale, score_modifiers(scores, rows_are_keys=True),
             **plan.options, HAS_SUM=accum is not None and plan.splits == 1, IN_PLACE=accum is not None and in_place,
         )  # fmt: skip
         if plan.splits > 1:
             launch(
-                reduce_kernel, programs(k.shape[1], REDUCE_BLOCK, k), q.device,
-                *map(strided, parts), *map(strided, sums), strided(dk), strided(dv), query_bounds,
-                shape_of(k, q)._replace(splits=plan.splits), **head_dims(q, v), BLOCK_Q=plan.tile.block_q,
+                reduce_kernel, grid_size(k.shape[1], REDUCE_BLOCK, k), q.device,
+                *map(strided_tensor, parts), *map(strided_tensor, sums), strided_tensor(dk), strided_tensor(dv), query_bounds,
+                launch_shape(k, q)._replace(splits=plan.splits), **head_dims(q, v), BLOCK_Q=plan.tile.block_q,
                 BLOCK_K=plan.tile.block_k, BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=accum is not None,
                 IN_PLACE=accum is not None and in_place, num_warps=REDUCE_WARPS,
             )  # fmt: skip
 
     def _output_arg(self, plan: LaunchPlan, v: Tensor, out: Pair, accum: Pair) -> Callable[[Tensor], Any]:
         """Return the function that turns a dK or dV tensor into a kernel argument: strides or a TMA descriptor."""
-        if not is_described(plan.config):
-            return strided
+        if not has_descriptor_epilogue(plan.config):
+            return strided_tensor
         try:
-            check_described(self._q, v)
+            check_descriptor_support(self._q, v)
             outputs = {"out[0]": out[0], "out[1]": out[1], "accum[0]": accum[0], "accum[1]": accum[1]}
-            check_describable(TAKES, **outputs)
+            check_tma_alignment(DESCRIPTOR_ERROR_PREFIX, **outputs)
         except ValueError:
             if self._config is not None:
                 raise
-            return strided  # a tuned table chose descriptors, not the caller, so fall back
-        return partial(descriptor, rows=plan.tile.block_k) if v.numel() else strided
+            return strided_tensor  # a tuned table chose descriptors, not the caller, so fall back
+        return partial(tma_descriptor, rows=plan.tile.block_k) if v.numel() else strided_tensor
 
-    def _planned(self, tile: Tile, config: KernelConfig | None, kernel: str, k: Tensor, v: Tensor) -> LaunchPlan:
+    def _make_plan(self, tile: Tile, config: KernelConfig | None, kernel: str, k: Tensor, v: Tensor) -> LaunchPlan:
         if kernel == "dq":
-            return super()._planned(tile, config, kernel, k, v)
-        splits = splits_of(config, self._q, k, tile.block_k)
-        shape = split_shape(shape_of(k, self._q), splits)
+            return super()._make_plan(tile, config, kernel, k, v)
+        splits = resolve_splits(config, self._q, k, tile.block_k)
+        shape = split_shape(launch_shape(k, self._q), splits)
         grid, shape = tile_schedule(config, shape, tile, (self._q, self._dout), rows_are_keys=True)
-        return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **options(tile)}, splits)
+        return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **tile_options(tile)}, splits)
 
 
 def attention_forward(
@@ -197,9 +208,11 @@ def attention_forward(
     if out is None or lse is None:
         state = None
     else:
-        check_like("state[0]", out, (*q.shape[:3], v.shape[3]), torch.float32, q.device, written=True)
-        check_like("state[1]", lse, (q.shape[0], q.shape[2], q.shape[1]), torch.float32, q.device, contiguous=True)
-    launcher = Forward(q, scale, config, state)
+        check_like("state[0]", out, (*q.shape[:3], v.shape[3]), torch.float32, q.device, is_output=True)
+        check_like(
+            "state[1]", lse, (q.shape[0], q.shape[2], q.shape[1]), torch.float32, q.device, needs_contiguous=True
+        )
+    launcher = ForwardLauncher(q, scale, config, state)
     launcher.fold(k, v, bounds, scores=scores, final=final)
     return launcher.result()
 
@@ -215,16 +228,16 @@ def attention_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Te
     Raises:
         ValueError: If a shape or stride does not fit.
     """
-    check_rank("out", out)
+    check_four_dims("out", out)
     check_like("out", out, tuple(out.shape), None, out.device)
     check_like("dout", dout, tuple(out.shape), None, out.device)
     batch, rows, heads, _ = out.shape
     if dlse is not None:
-        check_like("dlse", dlse, (batch, heads, rows), torch.float32, out.device, contiguous=True)
+        check_like("dlse", dlse, (batch, heads, rows), torch.float32, out.device, needs_contiguous=True)
     delta = torch.empty(batch, heads, rows, device=out.device, dtype=torch.float32)
     launch(
-        delta_kernel, programs(rows, DELTA_BLOCK, out), out.device,
-        strided(dout), strided(out), dlse, delta, Shape(rows, rows, heads, 1),
+        delta_kernel, grid_size(rows, DELTA_BLOCK, out), out.device,
+        strided_tensor(dout), strided_tensor(out), dlse, delta, LaunchShape(rows, rows, heads, 1),
         HEAD_DIM_V=out.shape[3], BLOCK_Q=DELTA_BLOCK, num_warps=4,
     )  # fmt: skip
     return delta
@@ -244,9 +257,9 @@ def attention_dq(
     Raises:
         ValueError: If an argument does not fit. The message names the argument, its value and what is allowed.
     """
-    scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    dq = result_like("out", out, "accum", accum, q)
-    Backward(dout, q, lse, delta, scale, config).dq(k, v, bounds=bounds, scores=scores, accum=accum, out=dq)
+    scale = check_backward_inputs(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
+    dq = resolve_grad_output("out", out, "accum", accum, q)
+    BackwardLauncher(dout, q, lse, delta, scale, config).dq(k, v, bounds=bounds, scores=scores, accum=accum, out=dq)
     return dq
 
 
@@ -267,9 +280,11 @@ def attention_dkdv(
     Raises:
         ValueError: If an argument does not fit. The message names the argument, its value and what is allowed.
     """
-    scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
+    scale = check_backward_inputs(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
     dk_dv = resolve_dkdv_output(out, accum, k, v)
-    Backward(dout, q, lse, delta, scale, config).dkdv(k, v, bounds=bounds, scores=scores, accum=accum, out=dk_dv)
+    BackwardLauncher(dout, q, lse, delta, scale, config).dkdv(
+        k, v, bounds=bounds, scores=scores, accum=accum, out=dk_dv
+    )
     return dk_dv
 
 
@@ -315,17 +330,17 @@ def attention_backward(
     check_like("out", out, (*q.shape[:3], v.shape[3]), None, q.device)
     for name, grad, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):  # check all before any is written
         if grad is not None:
-            check_like(name, grad, tuple(like.shape), torch.float32, like.device, written=True)
-    if is_described(config):
-        check_describable(TAKES, dk=dk, dv=dv)
+            check_like(name, grad, tuple(like.shape), torch.float32, like.device, is_output=True)
+    if has_descriptor_epilogue(config):
+        check_tma_alignment(DESCRIPTOR_ERROR_PREFIX, dk=dk, dv=dv)
     check_tiles(config, q, v, bounds.block, backward=True)
     accum = None if dk is None or dv is None else (dk, dv)
     delta = attention_delta(dout, out, dlse)
     call: dict[str, Any] = {"bounds": bounds, "scores": scores, "softmax_scale": softmax_scale, "config": config}
-    return backward_of(dout, q, k, v, lse, delta, dq=dq, accum=accum, **call)
+    return backward_from_delta(dout, q, k, v, lse, delta, dq=dq, accum=accum, **call)
 
 
-def backward_of(
+def backward_from_delta(
     *inputs: Tensor, dq: Tensor | None = None, accum: Pair | None = None, **call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dQ, dK and dV from delta, in one pass or two as the config or a tuned table says.
@@ -333,7 +348,7 @@ def backward_of(
     ``inputs`` are the positional arguments of :func:`attention_dq`, and ``call`` holds its keyword arguments.
     """
     _, q, _, v, *_ = inputs
-    criteria = launch_traits(call.get("bounds", FULL), call.get("scores", PLAIN))
+    criteria = tile_criteria(call.get("bounds", FULL), call.get("scores", PLAIN))
     if is_single_pass(config := backward_config(call.get("config"), q, v, **criteria)):
         dq_sum = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
         dk_dv = attention_gradients(*inputs, dq=dq_sum, accum=accum, out=accum, **call | {"config": config})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .checks import check_tensor, is_real
 from .device.tiles import TileRange
-from .shared import SharedCache
+from .shared_cache import SharedCache
 
 
 class BlockRanges(NamedTuple):
@@ -49,7 +49,7 @@ class BlockSparseIndex:
     @property
     def ranges(self) -> BlockRanges:
         """Return the visible ranges for work on the current stream; built once."""
-        return self._ranges.get(self.device, self._made_ranges, tuple)
+        return self._ranges.get(self.device, self._build_ranges, tuple)
 
     @property
     def offsets(self) -> Tensor:
@@ -72,14 +72,14 @@ class BlockSparseIndex:
         return BlockSparseIndex(self.visible.T, self.block, self.device)
 
     @cached_property
-    def _steps(self) -> Tensor:
+    def _range_edges(self) -> Tensor:
         """Marks along the keys: 1 at the first block of a range, -1 one past its last block."""
         return torch.nn.functional.pad(self.visible.to(torch.int8), (1, 1)).diff(dim=1)
 
-    def _made_ranges(self) -> BlockRanges:
-        counts = (self._steps == 1).sum(1)
+    def _build_ranges(self) -> BlockRanges:
+        counts = (self._range_edges == 1).sum(1)
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        begins, ends = ((self._steps == mark).nonzero()[:, 1] * self.block for mark in (1, -1))
+        begins, ends = ((self._range_edges == mark).nonzero()[:, 1] * self.block for mark in (1, -1))
         return BlockRanges(*(x.to(self.device, torch.int32) for x in (offsets, begins, ends)))
 
 
@@ -137,10 +137,10 @@ class Bounds:
         if self.lo is None and self.block_sparse is None:
             return self
         return self._transposed.get(
-            seqlen_k, lambda: self._made_transposed(seqlen_k), lambda by_key: (by_key.lo, by_key.hi)
+            seqlen_k, lambda: self._build_transposed(seqlen_k), lambda by_key: (by_key.lo, by_key.hi)
         )
 
-    def _made_transposed(self, seqlen_k: int) -> Bounds:
+    def _build_transposed(self, seqlen_k: int) -> Bounds:
         first = last = None
         if self.lo is not None and self.hi is not None:
             keys = torch.arange(seqlen_k, device=self.lo.device, dtype=torch.int32)
@@ -190,7 +190,7 @@ FULL = Bounds(None, None)
 def tile_range(lo_first: int, lo_last: int, hi_first: int, hi_last: int, block: int) -> TileRange:
     """Return the tiles that a block of rows visits, from the bounds of its first and its last row.
 
-    If no tile is visible to all rows, all tiles are in the tail. The jit mirror is ``device.tiles.tile_range``.
+    If no tile is visible to all rows, all tiles are in the tail. The jit mirror is ``device.tiles.load_tile_range``.
     """
     start = lo_first // block * block
     end = -(-hi_last // block) * block if hi_last > lo_first else start

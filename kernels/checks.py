@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .target import target
+from .compile_target import compile_target
 
 if TYPE_CHECKING:
     from .bounds import Bounds
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-LARGEST = 1e30
+MAX_SCALE = 1e30
 """Largest softmax scale and softcap. Above it, score / cap leaves the range of fp32."""
-LEAST_SCALE = 1e-30
+MIN_SCALE = 1e-30
 """Smallest softmax scale. Below it, scores and gradients leave the range of fp32."""
-LEAST_CAP = 1e-8
+MIN_SOFTCAP = 1e-8
 """Smallest softcap. Below it, scale / cap leaves the range of fp32, and all weights would be equal anyway."""
-TRANSPOSED = "; if your tensors are [B, H, S, D], pass .transpose(1, 2) of q, k and v"
+TRANSPOSE_HINT = "; if your tensors are [B, H, S, D], pass .transpose(1, 2) of q, k and v"
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores, scale: float | None) -> float:
@@ -45,7 +45,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError if dtypes, devices, strides or sizes of q, k and v do not fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_values(name, x)
+        check_qkv_tensor(name, x)
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype}, q is {q.dtype}: they must have the same dtype")
         if x.device != q.device:
@@ -61,7 +61,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         swapped = k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
             f"k has {kv_heads} heads, q has {heads}: the heads of q must be a multiple of the heads of k"
-            f"{TRANSPOSED if swapped else ''}"
+            f"{TRANSPOSE_HINT if swapped else ''}"
         )
 
 
@@ -75,8 +75,8 @@ def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
     if not isinstance(x, Tensor):
         hint = f"; pass torch.from_numpy({name})" if type(x).__module__ == "numpy" else ""
         raise ValueError(f"{name} is {x if x is None else type(x)}: it must be a torch.Tensor{hint}")
-    check_local(name, x)
-    if not may_be_meta and ((x.is_meta and target() is None) or hasattr(x, "fake_mode")):
+    check_not_dtensor(name, x)
+    if not may_be_meta and ((x.is_meta and compile_target() is None) or hasattr(x, "fake_mode")):
         raise ValueError(
             f"{name} is a {type(x).__name__} on {x.device} without values: it must be a tensor with values"
         )
@@ -84,16 +84,16 @@ def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
         raise ValueError(f"{name} is a {'nested' if x.is_nested else x.layout} tensor: it must be a dense tensor")
 
 
-def check_local(name: str, x: object) -> None:
+def check_not_dtensor(name: str, x: object) -> None:
     """Raise ValueError if an argument is a DTensor."""
     kind = type(x)  # torch.compile can trace type(x)
     if kind is not Tensor and hasattr(kind, "to_local"):
         raise ValueError(f"{name} is a {kind.__name__}: it must be this rank's own tensor; pass {name}.to_local()")
 
 
-def check_values(name: str, x: Tensor) -> None:
+def check_qkv_tensor(name: str, x: Tensor) -> None:
     """Raise ValueError if a tensor cannot be q, k or v: shape, dtype, head dim or last stride."""
-    check_rank(name, x)
+    check_four_dims(name, x)
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} is {x.dtype}: it must be float16, bfloat16 or float32")
     if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
@@ -101,7 +101,7 @@ def check_values(name: str, x: Tensor) -> None:
     check_unit_stride(name, x)
 
 
-def check_rank(name: str, x: Tensor) -> None:
+def check_four_dims(name: str, x: Tensor) -> None:
     if x.dim() != 4:
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be [B, S, H, D]")
 
@@ -114,18 +114,18 @@ def check_unit_stride(name: str, x: Tensor) -> None:
 def check_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if not is_real(scale) or not LEAST_SCALE <= scale <= LARGEST:
+    if not is_real(scale) or not MIN_SCALE <= scale <= MAX_SCALE:
         raise ValueError(f"softmax_scale is {scale!r}: it must be a number from 1e-30 to 1e30, or None: 1/sqrt(D)")
     return float(scale)
 
 
 def check_like(
     name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device,
-    contiguous: bool = False, written: bool = False,
+    needs_contiguous: bool = False, is_output: bool = False,
 ) -> None:  # fmt: skip
     """Raise ValueError if a tensor has another shape, dtype (None: one of ``DTYPES``), device or last stride.
 
-    ``written`` also requires that no two elements share memory, because a kernel writes the tensor.
+    ``is_output`` also requires that no two elements share memory, because a kernel writes the tensor.
     """
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be {list(shape)}")
@@ -133,20 +133,22 @@ def check_like(
         raise ValueError(f"{name} is {x.dtype}: it must be {dtype or 'float16, bfloat16 or float32'}")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}: it must be on {device}")
-    if contiguous and not x.is_contiguous():
+    if needs_contiguous and not x.is_contiguous():
         raise ValueError(f"{name} has strides {x.stride()}: it must be contiguous")
-    if written and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+    if is_output and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
         raise ValueError(f"{name} has strides {x.stride()}: the kernel writes it, so no two elements may share memory")
     check_unit_stride(name, x)
 
 
-def result_like(out_name: str, out: Tensor | None, accum_name: str, accum: Tensor | None, like: Tensor) -> Tensor:
+def resolve_grad_output(
+    out_name: str, out: Tensor | None, accum_name: str, accum: Tensor | None, like: Tensor
+) -> Tensor:
     """Return the tensor for a gradient, ``out`` or a new one like ``like``; check ``out`` and ``accum``."""
     if accum is not None:
         check_like(accum_name, accum, tuple(like.shape), torch.float32, like.device)
     if out is None:
         return torch.empty(like.shape, device=like.device, dtype=like.dtype)
-    check_like(out_name, out, tuple(like.shape), None, like.device, written=True)
+    check_like(out_name, out, tuple(like.shape), None, like.device, is_output=True)
     return out
 
 
@@ -155,10 +157,12 @@ def resolve_dkdv_output(
 ) -> tuple[Tensor, Tensor]:
     """Return the tensors for dK and dV, from ``out`` or new; check ``out`` and ``accum``."""
     (dk, dv), (dk_accum, dv_accum) = out or (None, None), accum or (None, None)
-    return result_like("out[0]", dk, "accum[0]", dk_accum, k), result_like("out[1]", dv, "accum[1]", dv_accum, v)
+    return resolve_grad_output("out[0]", dk, "accum[0]", dk_accum, k), resolve_grad_output(
+        "out[1]", dv, "accum[1]", dv_accum, v
+    )
 
 
-def check_backward(
+def check_backward_inputs(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, bounds: Bounds, scores: Scores,
     scale: float | None,
 ) -> float:  # fmt: skip
@@ -166,6 +170,6 @@ def check_backward(
     scale = check_inputs(q, k, v, bounds, scores, scale)
     rows = (q.shape[0], q.shape[2], q.shape[1])
     check_like("dout", dout, (*q.shape[:3], v.shape[3]), q.dtype, q.device)
-    check_like("lse", lse, rows, torch.float32, q.device, contiguous=True)
-    check_like("delta", delta, rows, torch.float32, q.device, contiguous=True)
+    check_like("lse", lse, rows, torch.float32, q.device, needs_contiguous=True)
+    check_like("delta", delta, rows, torch.float32, q.device, needs_contiguous=True)
     return scale

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-LEAST_SIDE = 16
+MIN_TILE_SIDE = 16
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Tile:
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
             size = getattr(self, name)
-            if size < LEAST_SIDE or size & (size - 1):
-                raise ValueError(f"{name} is {size}: it must be a power of two of at least {LEAST_SIDE}")
+            if size < MIN_TILE_SIDE or size & (size - 1):
+                raise ValueError(f"{name} is {size}: it must be a power of two of at least {MIN_TILE_SIDE}")
         if self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"num_warps is {self.num_warps}: it must be 1, 2, 4, 8 or 16")
         if self.num_stages < 1:
@@ -40,8 +40,13 @@ ORDERS = ("heads", "longest")
 FORWARD_KERNELS = ("portable", "hopper")
 AUTO = "auto"
 EPILOGUES = ("pointers", "descriptors")
-BACKWARDS = ("two_pass", "single_pass", "single_pass_deterministic", "hopper")
-WORDS = {"backward": BACKWARDS, "dkdv_epilogue": EPILOGUES, "forward_kernel": FORWARD_KERNELS, "order": ORDERS}
+BACKWARD_MODES = ("two_pass", "single_pass", "single_pass_deterministic", "hopper")
+FIELD_CHOICES = {
+    "backward": BACKWARD_MODES,
+    "dkdv_epilogue": EPILOGUES,
+    "forward_kernel": FORWARD_KERNELS,
+    "order": ORDERS,
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class KernelConfig:
         order: Order of tiles. "heads" takes one head after another. "longest" takes the longest tiles of a causal mask
             first, of as many heads as fit into half of L2.
         persistent: Launch only as many programs as fit on the GPU at once; each takes tile after tile.
-        sm_margin: Multiprocessors that a persistent kernel leaves to a concurrent transfer. None: ``order.MARGIN``, or
+        sm_margin: Multiprocessors that a persistent kernel leaves to a concurrent transfer. None: ``order.DEFAULT_SM_MARGIN``, or
             half of a small GPU.
         pack_gqa: In the forward and dQ, the rows of a tile are positions times the query heads of one key head, so that
             K and V are read once for all of these heads.
@@ -83,7 +88,7 @@ class KernelConfig:
     single_pass: Tile | None = None
 
     def __post_init__(self) -> None:
-        for name, words in WORDS.items():
+        for name, words in FIELD_CHOICES.items():
             if (word := getattr(self, name)) not in words:
                 raise ValueError(f"{name} is {word!r}: it must be one of {', '.join(words)}")
         for name in ("persistent", "pack_gqa"):
@@ -100,11 +105,11 @@ class KernelConfig:
                     f"{name} is {getattr(self, name)!r} with backward={self.backward!r}: it applies only to "
                     f"'two_pass'; pass {default!r}"
                 )
-        if self.dkdv_splits != AUTO and not is_whole(self.dkdv_splits, 1):
+        if self.dkdv_splits != AUTO and not is_int_at_least(self.dkdv_splits, 1):
             raise ValueError(
                 f"dkdv_splits is {self.dkdv_splits!r}: it must be {AUTO!r} or a divisor of the query heads per key head"
             )
-        if self.sm_margin is not None and not (self.persistent and is_whole(self.sm_margin, 0)):
+        if self.sm_margin is not None and not (self.persistent and is_int_at_least(self.sm_margin, 0)):
             raise ValueError(
                 f"sm_margin is {self.sm_margin!r} and persistent {self.persistent}: it must be None or, with "
                 "persistent=True, a number of multiprocessors to leave free"
@@ -116,9 +121,9 @@ class KernelConfig:
             )
 
 
-def is_whole(value: object, least: int) -> bool:
-    """Return True for an int of at least ``least`` that is not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_int_at_least(value: object, minimum: int) -> bool:
+    """Return True for an int of at least ``minimum`` that is not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_single_pass(config: KernelConfig | None) -> bool:
@@ -155,12 +160,14 @@ _FLOAT32 = {  # tf32x3 holds every operand twice, in 4-byte elements: small tile
     128: KernelConfig(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     256: KernelConfig(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
-INTERPRETER = KernelConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))  # short sequences, many tiles
+INTERPRETER_CONFIG = KernelConfig(
+    Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)
+)  # short sequences, many tiles
 
 _BY_ARCH = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL}
 
 
-def config_for(arch: int, dtype: torch.dtype, head_dim: int) -> KernelConfig:
+def built_in_config(arch: int, dtype: torch.dtype, head_dim: int) -> KernelConfig:
     """Return the default config for a compute capability (90 is 9.0) and the larger of D and Dv.
 
     Architectures without an entry get tiles for 99 KB of shared memory, which fit every GPU.
@@ -179,7 +186,7 @@ _SINGLE_PASS: dict[int, dict[int, Tile]] = {
     100: {64: Tile(64, 128, 8, 1), 96: Tile(32, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
     103: {64: Tile(64, 128, 8, 1), 96: Tile(32, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
 }
-MOST_SINGLE_PASS = 128
+MAX_SINGLE_PASS_HEAD_DIM = 128
 """Largest head dim for which the single pass has a default tile."""
 
 _SINGLE_PASS_SMALL = {64: Tile(32, 128, 8, 2), 128: Tile(16, 64, 4, 2)}

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from .target import target
+from .compile_target import compile_target
 
 REGISTERS = 65_536
 """32-bit registers of a multiprocessor."""
@@ -144,10 +144,10 @@ def find_model(name: str) -> str | None:
 def gpu_specs(device: torch.device) -> GpuSpec | None:
     """Return the GPU of a device, or None if the device is no GPU.
 
-    The meta device stands for the GPU of :func:`.target.compiling_for`.
+    The meta device stands for the GPU of :func:`.compile_target.compiling_for`.
     """
     if device.type == "meta":
-        compiling = target()
+        compiling = compile_target()
         return None if compiling is None else compiling.gpu
     return _query_gpu(device) if device.type == "cuda" else None
 

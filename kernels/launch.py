@@ -14,26 +14,26 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from .bounds import Bounds
-from .config import LEAST_SIDE, KernelConfig, Tile
-from .device.modify import UNMODIFIED, Counter, Modifiers
-from .device.parts import dot
-from .device.tiles import BlockSparseRanges, Interval, Shape, Strided
+from .compile_target import compile_target
+from .config import MIN_TILE_SIDE, KernelConfig, Tile
+from .device.score_modifiers import NO_MODIFIERS, DropoutCounter, ScoreModArgs
+from .device.tile_ops import dot
+from .device.tiles import BlockSparseRanges, LaunchShape, MaskInterval, StridedTensor
 from .gpu import gpu_specs
 from .scores import PLAIN, Scores
-from .target import target
 
 Pair = tuple[Tensor, Tensor]
 
-COPY_ENGINE_ARCH = 90
+TMA_ARCH = 90
 """First compute capability whose TMA unit stores tiles to global memory and adds to it."""
 
-HALF = 0xFFFF
-"""Mask of the 16 bits that one fp32 number of a ``Counter`` holds."""
+LOW_16_BITS = 0xFFFF
+"""Mask of the 16 bits that one fp32 number of a ``DropoutCounter`` holds."""
 
 ALIGNMENT = 16
 """Alignment of TMA addresses and strides in bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
 
-TAKES = "dkdv_epilogue='descriptors' supports"
+DESCRIPTOR_ERROR_PREFIX = "dkdv_epilogue='descriptors' supports"
 
 # One launch at a time: a first launch compiles, and Triton's interpreter patches its language module while a kernel
 # runs.
@@ -52,8 +52,8 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         check_cpu(args, kernel)
     if grid == 0:
         return
-    if device.type == "meta" and (compiling := target()) is not None:
-        compiling.take(kernel, grid, *args, **options)
+    if device.type == "meta" and (compiling := compile_target()) is not None:
+        compiling.on_launch(kernel, grid, *args, **options)
         return
     with _LOCK, torch.cuda.device(device) if device.type == "cuda" else _NO_DEVICE:
         try:
@@ -66,14 +66,14 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
             ) from error
 
 
-def check_cpu(given: Sequence[Any], kernel: Any = dot) -> None:
+def check_cpu(args: Sequence[Any], kernel: Any = dot) -> None:
     """Raise NotImplementedError for CPU tensors without Triton's interpreter, or in bfloat16."""
     if isinstance(kernel, JITFunction):
         raise NotImplementedError(
             "tensors are on the CPU, where Triton kernels need Triton's interpreter: set TRITON_INTERPRET=1 before "
             "triton is imported (slow, for tests), or use the aten backend of ring_attention."
         )
-    pointers = (getattr(x, "ptr", x) for x in given)
+    pointers = (getattr(x, "ptr", x) for x in args)
     if isinstance(kernel, type(dot)) and any(getattr(x, "dtype", None) == torch.bfloat16 for x in pointers):
         raise NotImplementedError(
             "tensors are torch.bfloat16 on the CPU, which Triton's interpreter cannot multiply: use float16, float32 "
@@ -81,56 +81,60 @@ def check_cpu(given: Sequence[Any], kernel: Any = dot) -> None:
         )
 
 
-def programs(rows: int, block: int, x: Tensor) -> int:
+def grid_size(rows: int, block: int, x: Tensor) -> int:
     """Return the grid with one program per tile of ``block`` rows, batch row and head of ``x [B, S, H, D]``."""
     return -(-rows // block) * x.shape[0] * x.shape[2]
 
 
-def strided(x: Tensor) -> Strided:
+def strided_tensor(x: Tensor) -> StridedTensor:
     batch, row, head, _ = x.stride()
-    return Strided(x, batch, row, head)
+    return StridedTensor(x, batch, row, head)
 
 
-def interval(bounds: Bounds) -> Interval:
+def mask_interval(bounds: Bounds) -> MaskInterval:
     index = bounds.block_sparse
     ranges = None if index is None else BlockSparseRanges(*index.ranges, index.block)
-    return Interval(bounds.lo, bounds.hi, bounds.seqused_k, ranges)
+    return MaskInterval(bounds.lo, bounds.hi, bounds.seqused_k, ranges)
 
 
 @lru_cache(maxsize=64)
-def counter_of(seed: int, first_head: int) -> Counter:
+def dropout_counter(seed: int, first_head: int) -> DropoutCounter:
     """Return the seed and the lowest 32 bits of the first head's index, in pieces of 16 bits."""
-    words = (*(seed >> shift & HALF for shift in (0, 16, 32, 48)), first_head & HALF, first_head >> 16 & HALF)
-    return Counter(*map(float, words))
+    words = (
+        *(seed >> shift & LOW_16_BITS for shift in (0, 16, 32, 48)),
+        first_head & LOW_16_BITS,
+        first_head >> 16 & LOW_16_BITS,
+    )
+    return DropoutCounter(*map(float, words))
 
 
-def modifiers(scores: Scores, *, rows_are_keys: bool = False) -> Modifiers:
+def score_modifiers(scores: Scores, *, rows_are_keys: bool = False) -> ScoreModArgs:
     """Return the kernel argument for ``scores``; the rows of the launch are queries, or keys with ``rows_are_keys``."""
     if scores is PLAIN or scores.is_plain:
-        return UNMODIFIED
+        return NO_MODIFIERS
     slopes, drops = scores.alibi_slopes, scores.dropout_p > 0
     rows, columns = scores.q_positions, scores.k_positions
     if rows_are_keys:
         rows, columns = columns, rows
-    return Modifiers(
+    return ScoreModArgs(
         softcap=scores.softcap or None,
         slopes=slopes,
         slopes_stride=None if slopes is None else slopes.shape[-1] * (slopes.dim() - 1),
-        rows=rows if scores.by_position else None,
-        columns=columns if scores.by_position else None,
-        counter=counter_of(scores.dropout_seed, scores.first_head) if drops else None,
+        rows=rows if scores.needs_positions else None,
+        columns=columns if scores.needs_positions else None,
+        counter=dropout_counter(scores.dropout_seed, scores.first_head) if drops else None,
         threshold=scores.threshold if drops else None,
         kept=1 / (1 - scores.dropout_p) if drops else None,
     )
 
 
-def shape_of(rows: Tensor, columns: Tensor) -> Shape:
+def launch_shape(rows: Tensor, columns: Tensor) -> LaunchShape:
     """Return the shape of a launch whose programs are tiles of ``rows`` and loop over ``columns``."""
     heads = (rows.shape[2], columns.shape[2])
-    return Shape(rows.shape[1], columns.shape[1], rows.shape[2], max(heads) // min(heads))
+    return LaunchShape(rows.shape[1], columns.shape[1], rows.shape[2], max(heads) // min(heads))
 
 
-def empty_parts(like: Tensor, splits: int) -> Tensor:
+def empty_split_sums(like: Tensor, splits: int) -> Tensor:
     """Return an empty fp32 ``[B, S, H * splits, D]`` for ``like [B, S, H, D]``; the rows of a head are contiguous."""
     batch, length, heads, head_dim = like.shape
     sums = torch.empty(batch, heads * splits, length, head_dim, device=like.device, dtype=torch.float32)
@@ -141,7 +145,7 @@ def head_dims(q: Tensor, v: Tensor) -> dict[str, int]:
     return {"HEAD_DIM": q.shape[3], "HEAD_DIM_V": v.shape[3]}
 
 
-def options(tile: Tile) -> dict[str, int]:
+def tile_options(tile: Tile) -> dict[str, int]:
     return {
         "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k,
@@ -150,43 +154,45 @@ def options(tile: Tile) -> dict[str, int]:
     }
 
 
-def is_described(config: KernelConfig | None) -> bool:
+def has_descriptor_epilogue(config: KernelConfig | None) -> bool:
     """Return True if TMA stores dK and dV."""
     return config is not None and config.dkdv_epilogue == "descriptors"
 
 
-def check_described(q: Tensor, v: Tensor) -> None:
+def check_descriptor_support(q: Tensor, v: Tensor) -> None:
     """Raise ValueError if the GPU or a head dim does not allow TMA descriptors of dK and dV."""
     gpu = gpu_specs(q.device)
-    if gpu is None or gpu.arch < COPY_ENGINE_ARCH:
+    if gpu is None or gpu.arch < TMA_ARCH:
         arch = "" if gpu is None else f", sm_{gpu.arch}"
-        raise ValueError(f"q is on {q.device}{arch}: {TAKES} GPUs of compute capability 9.0 or higher")
+        raise ValueError(
+            f"q is on {q.device}{arch}: {DESCRIPTOR_ERROR_PREFIX} GPUs of compute capability 9.0 or higher"
+        )
     for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):
-        if not fills_boxes(head_dim):
+        if not is_tma_head_dim(head_dim):
             raise ValueError(
-                f"{name} has head dim {head_dim}: {TAKES} powers of two of at least {LEAST_SIDE}; use 'pointers'"
+                f"{name} has head dim {head_dim}: {DESCRIPTOR_ERROR_PREFIX} powers of two of at least {MIN_TILE_SIDE}; use 'pointers'"
             )
 
 
-def check_describable(takes: str, **tensors: Tensor | None) -> None:
+def check_tma_alignment(error_prefix: str, **tensors: Tensor | None) -> None:
     """Raise ValueError if the address or a stride of a named tensor is not aligned for TMA.
 
-    ``takes`` names the option that needs TMA, for the message.
+    ``error_prefix`` names the option that needs TMA, for the message.
     """
     for name, x in tensors.items():
-        if x is not None and not is_aligned(x):
+        if x is not None and not is_tma_aligned(x):
             raise ValueError(
-                f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {takes} an address and positive strides that "
+                f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {error_prefix} an address and positive strides that "
                 f"are multiples of {ALIGNMENT} bytes, {ALIGNMENT // x.element_size()} elements"
             )
 
 
-def fills_boxes(head_dim: int) -> bool:
+def is_tma_head_dim(head_dim: int) -> bool:
     """Return True if a tile holds rows of ``head_dim`` elements without padding."""
-    return head_dim >= LEAST_SIDE and head_dim & (head_dim - 1) == 0
+    return head_dim >= MIN_TILE_SIDE and head_dim & (head_dim - 1) == 0
 
 
-def is_aligned(x: Tensor) -> bool:
+def is_tma_aligned(x: Tensor) -> bool:
     """Return True if address and strides of ``x [B, S, H, D]`` are aligned for TMA, or ``x`` is empty."""
     if not x.numel():
         return True
@@ -197,17 +203,17 @@ def is_aligned(x: Tensor) -> bool:
     return x.data_ptr() % ALIGNMENT == 0
 
 
-def descriptor(x: Tensor, rows: int) -> Any:
+def tma_descriptor(x: Tensor, rows: int) -> Any:
     """Return a TMA descriptor of ``x [B, S, H, D]`` in tiles of ``rows`` rows of one head.
 
     Past the end, TMA reads zeros and writes nothing.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, rows, 1, x.shape[3]])
+    return TensorDescriptor(x, list(x.shape), tma_strides(x), [1, rows, 1, x.shape[3]])
 
 
-def strides_of(x: Tensor) -> list[int]:
+def tma_strides(x: Tensor) -> list[int]:
     """Return the strides of ``x [B, S, H, D]`` for a descriptor.
 
     The stride of a dimension of size 1 is replaced, because it is arbitrary and may not be aligned.
@@ -215,7 +221,7 @@ def strides_of(x: Tensor) -> list[int]:
     return [*(stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)), 1]
 
 
-class Descriptors:
+class DescriptorCache:
     """Cache of TMA descriptors: of the queries, and of the slots that receive K and V again and again."""
 
     def __init__(self) -> None:
@@ -237,11 +243,13 @@ def gluon_descriptor(x: Tensor, rows: int, columns: int | None = None) -> object
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     columns = columns or x.shape[3]
-    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, rows, 1, columns], _layout(rows, columns, x.dtype))
+    return TensorDescriptor(
+        x, list(x.shape), tma_strides(x), [1, rows, 1, columns], _shared_layout(rows, columns, x.dtype)
+    )
 
 
 @cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
     dtypes = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}

@@ -20,7 +20,7 @@ from . import quantize as fp8
 from .bounds import FULL, BlockSparseIndex, Bounds
 from .config import KernelConfig, Tile, is_single_pass
 from .launch import Pair
-from .scores import PLAIN, SEEDS, Scores
+from .scores import PLAIN, SEED_RANGE, Scores
 from .single_pass import attention_gradients as host_gradients
 
 P = ParamSpec("P")
@@ -32,10 +32,10 @@ SCHEMA = (
     "float? softmax_scale, int[]? tiles, str[] choices"
 )
 
-TILES = tuple(field.name for field in fields(KernelConfig) if field.type in ("Tile", "Tile | None"))
-CHOICES = tuple(field.name for field in fields(KernelConfig) if field.name not in TILES)
-SIDES = tuple(field.name for field in fields(Tile))
-NO_TILE = (0,) * len(SIDES)
+TILE_FIELDS = tuple(field.name for field in fields(KernelConfig) if field.type in ("Tile", "Tile | None"))
+OPTION_FIELDS = tuple(field.name for field in fields(KernelConfig) if field.name not in TILE_FIELDS)
+TILE_SIZES = tuple(field.name for field in fields(Tile))
+NO_TILE = (0,) * len(TILE_SIZES)
 
 
 class OpArgs(NamedTuple):
@@ -58,7 +58,7 @@ class OpArgs(NamedTuple):
     choices: list[str]
 
 
-def pack(
+def pack_kernel_args(
     bounds: Bounds = FULL,
     scores: Scores = PLAIN,
     softmax_scale: float | None = None,
@@ -75,7 +75,7 @@ def pack(
         scores.softcap,
         scores.alibi_slopes,
         scores.dropout_p,
-        seed - SEEDS if seed >= SEEDS // 2 else seed,
+        seed - SEED_RANGE if seed >= SEED_RANGE // 2 else seed,
         scores.first_head,
         scores.q_positions,
         scores.k_positions,
@@ -88,39 +88,39 @@ def pack_config(config: KernelConfig | None) -> tuple[list[int] | None, list[str
     """Return a config as the numbers of its tiles and the text of its other fields."""
     if config is None:
         return None, []
-    tiles = (getattr(config, kernel) for kernel in TILES)
-    numbers = [n for tile in tiles for n in (NO_TILE if tile is None else (getattr(tile, side) for side in SIDES))]
-    return numbers, [str(getattr(config, choice)) for choice in CHOICES]
+    tiles = (getattr(config, kernel) for kernel in TILE_FIELDS)
+    numbers = [n for tile in tiles for n in (NO_TILE if tile is None else (getattr(tile, side) for side in TILE_SIZES))]
+    return numbers, [str(getattr(config, choice)) for choice in OPTION_FIELDS]
 
 
 def unpack_config(tiles: Sequence[int] | None, choices: Sequence[str]) -> KernelConfig | None:
     """Return the config that :func:`pack_config` packed; equal arguments give the same object."""
-    return None if tiles is None else _config(tuple(tiles), tuple(choices))
+    return None if tiles is None else _cached_config(tuple(tiles), tuple(choices))
 
 
 @lru_cache(maxsize=64)
-def _config(tiles: tuple[int, ...], choices: tuple[str, ...]) -> KernelConfig:
-    count = len(SIDES)
-    sizes = (tiles[i * count : (i + 1) * count] for i in range(len(TILES)))
+def _cached_config(tiles: tuple[int, ...], choices: tuple[str, ...]) -> KernelConfig:
+    count = len(TILE_SIZES)
+    sizes = (tiles[i * count : (i + 1) * count] for i in range(len(TILE_FIELDS)))
     tile_of_kernel: dict[str, Any] = {
-        kernel: None if size == NO_TILE else Tile(*size) for kernel, size in zip(TILES, sizes, strict=True)
+        kernel: None if size == NO_TILE else Tile(*size) for kernel, size in zip(TILE_FIELDS, sizes, strict=True)
     }
-    return KernelConfig(**tile_of_kernel | dict(zip(CHOICES, map(_choice, choices), strict=True)))
+    return KernelConfig(**tile_of_kernel | dict(zip(OPTION_FIELDS, map(_parse_option, choices), strict=True)))
 
 
-def _choice(word: str) -> str | int | bool | None:
+def _parse_option(word: str) -> str | int | bool | None:
     """Return the value of an option from its ``str``; no text option reads as None, a bool or a number."""
     constants = {"None": None, "True": True, "False": False}
     return constants[word] if word in constants else int(word) if word.isdecimal() else word
 
 
-def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
+def unpack_kernel_args(device: torch.device, *args: Any) -> dict[str, Any]:
     """Return the arguments of an op as keyword arguments of an entry."""
     call = OpArgs(*args)
     block_sparse = None if call.visible is None else BlockSparseIndex(call.visible, call.block, device)
     plain = all(x is None for x in (call.lo, call.hi, call.seqused_k, block_sparse))
     scores = Scores(
-        call.softcap, call.alibi_slopes, call.dropout_p, call.dropout_seed % SEEDS, call.first_head,
+        call.softcap, call.alibi_slopes, call.dropout_p, call.dropout_seed % SEED_RANGE, call.first_head,
         call.q_positions, call.k_positions,
     )  # fmt: skip
     return {
@@ -131,18 +131,20 @@ def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
     }
 
 
-def namespace_of(package: str) -> str:
+def op_namespace(package: str) -> str:
     """Return the namespace of the ops for this folder as ``package``, so that a vendored copy has its own ops."""
     parts = package.split(".")
     return "__".join(parts[:-1] if parts[-2:] == ["ringattn", "kernels"] else parts)
 
 
-NAMESPACE = namespace_of(__package__)
+NAMESPACE = op_namespace(__package__)
 
-NO_SLOPE = "alibi_slopes requires a gradient, which is not computed: pass alibi_slopes.detach()"
+SLOPES_GRADIENT_ERROR = "alibi_slopes requires a gradient, which is not computed: pass alibi_slopes.detach()"
 
 
-def _defined(name: str, tensors: str, returns: str, body: Any, fake: Any = None, mutates: tuple[str, ...] = ()) -> Any:
+def _define_op(
+    name: str, tensors: str, returns: str, body: Any, fake: Any = None, mutates: tuple[str, ...] = ()
+) -> Any:
     """Define and return a ``torch.library`` op with the schema ``(tensors) -> returns``.
 
     ``fake`` is the implementation on fake tensors; None for an op that returns nothing.
@@ -172,11 +174,11 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, final: bool, *_: Any) -> tupl
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, final: bool, *call: Any) -> tuple[Tensor, Tensor]:
-    return host.attention_forward(q, k, v, final=final, **unpack(q.device, *call))
+    return host.attention_forward(q, k, v, final=final, **unpack_kernel_args(q.device, *call))
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any) -> None:
-    host.attention_forward(q, k, v, state=(out, lse), final=False, **unpack(q.device, *call))
+    host.attention_forward(q, k, v, state=(out, lse), final=False, **unpack_kernel_args(q.device, *call))
 
 
 def _finish(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any) -> Tensor:
@@ -184,7 +186,7 @@ def _finish(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: An
         out if out.dtype != q.dtype else out.clone(),
         lse,
     )  # with fp32 queries the kernel would update out in place
-    return host.attention_forward(q, k, v, state=state, **unpack(q.device, *call))[0]
+    return host.attention_forward(q, k, v, state=state, **unpack_kernel_args(q.device, *call))[0]
 
 
 def _pair(dk: Tensor | None, dv: Tensor | None) -> Pair | None:
@@ -196,7 +198,7 @@ def _dq(
     accum: Tensor | None, out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
     accum = out if add else accum
-    host.attention_dq(dout, q, k, v, lse, delta, accum=accum, out=out, **unpack(q.device, *call))
+    host.attention_dq(dout, q, k, v, lse, delta, accum=accum, out=out, **unpack_kernel_args(q.device, *call))
 
 
 def _dkdv(
@@ -205,13 +207,13 @@ def _dkdv(
 ) -> None:  # fmt: skip
     out = (dk_out, dv_out)
     accum = out if add else _pair(dk, dv)
-    host.attention_dkdv(dout, q, k, v, lse, delta, accum=accum, out=out, **unpack(q.device, *call))
+    host.attention_dkdv(dout, q, k, v, lse, delta, accum=accum, out=out, **unpack_kernel_args(q.device, *call))
 
 
-def _backward_of(
+def _backward_from_delta(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return host.backward_of(dout, q, k, v, lse, delta, **unpack(q.device, *call))
+    return host.backward_from_delta(dout, q, k, v, lse, delta, **unpack_kernel_args(q.device, *call))
 
 
 def _single_pass(
@@ -220,53 +222,57 @@ def _single_pass(
 ) -> None:  # fmt: skip
     out = (dk_out, dv_out)
     accum = out if add else _pair(dk, dv)
-    host_gradients(dout, q, k, v, lse, delta, dq=dq, accum=accum, out=out, **unpack(q.device, *call))
+    host_gradients(dout, q, k, v, lse, delta, dq=dq, accum=accum, out=out, **unpack_kernel_args(q.device, *call))
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _BACKWARD = f"Tensor dout, {_QKV}, Tensor lse, Tensor delta"
 _KEYS = "Tensor? dk, Tensor? dv, Tensor({}!) dk_out, Tensor({}!) dv_out, bool add"
 
-forward_op = _defined("attention_forward", f"{_QKV}, bool final, {SCHEMA}", "(Tensor, Tensor)", _forward, _fake_forward)
-fold_op = _defined(
+forward_op = _define_op(
+    "attention_forward", f"{_QKV}, bool final, {SCHEMA}", "(Tensor, Tensor)", _forward, _fake_forward
+)
+fold_op = _define_op(
     "attention_fold", f"{_QKV}, Tensor(a!) out, Tensor(b!) lse, {SCHEMA}", "()", _fold, mutates=("out", "lse")
 )
-finish_op = _defined(
+finish_op = _define_op(
     "attention_finish", f"{_QKV}, Tensor out, Tensor(a!) lse, {SCHEMA}", "Tensor", _finish,
     lambda q, k, v, *_: _out_like(q, v, q.dtype), ("lse",),
 )  # fmt: skip
-delta_op = _defined(
+delta_op = _define_op(
     "attention_delta", "Tensor dout, Tensor out, Tensor? dlse=None", "Tensor", host.attention_delta,
     lambda dout, out, dlse=None: _rows_like(out),
 )  # fmt: skip
-dq_op = _defined(
+dq_op = _define_op(
     "attention_dq", f"{_BACKWARD}, Tensor? accum, Tensor(a!) out, bool add, {SCHEMA}", "()", _dq, mutates=("out",)
 )
-dkdv_op = _defined(
+dkdv_op = _define_op(
     "attention_dkdv", f"{_BACKWARD}, {_KEYS.format('a', 'b')}, {SCHEMA}", "()", _dkdv, mutates=("dk_out", "dv_out")
 )
-gradients_op = _defined(
+gradients_op = _define_op(
     "attention_gradients", f"{_BACKWARD}, Tensor(a!) dq, {_KEYS.format('b', 'c')}, {SCHEMA}", "()", _single_pass,
     mutates=("dq", "dk_out", "dv_out"),
 )  # fmt: skip
-backward_op = _defined(
-    "attention_backward", f"{_BACKWARD}, {SCHEMA}", "(Tensor, Tensor, Tensor)", _backward_of,
+backward_op = _define_op(
+    "attention_backward", f"{_BACKWARD}, {SCHEMA}", "(Tensor, Tensor, Tensor)", _backward_from_delta,
     lambda dout, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
 )  # fmt: skip
-quantize_op = _defined(
+quantize_op = _define_op(
     "quantize", "Tensor x, Tensor(a!) out, Tensor(b!) scale", "()", fp8.quantize, mutates=("out", "scale")
 )
-dequantize_op = _defined("dequantize", "Tensor x, Tensor scale, Tensor(a!) out", "()", fp8.dequantize, mutates=("out",))
+dequantize_op = _define_op(
+    "dequantize", "Tensor x, Tensor scale, Tensor(a!) out", "()", fp8.dequantize, mutates=("out",)
+)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, _, *args = inputs
     ctx.set_materialize_grads(False)
     call = OpArgs(*args)
     tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
     cleared: dict[str, Any] = dict.fromkeys(tensors)
     if any(x.requires_grad for x in tensors.values()):
-        raise ValueError(NO_SLOPE)
+        raise ValueError(SLOPES_GRADIENT_ERROR)
     ctx.names, ctx.call = tuple(tensors), call._replace(**cleared)
     ctx.save_for_backward(q, k, v, *output, *tensors.values())
 
@@ -280,10 +286,10 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     return dq, dk, dv, None, *(None for _ in call)
 
 
-forward_op.register_autograd(_gradients, setup_context=_keep)
+forward_op.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
-def _either(entry: Callable[P, R], traced: Callable[..., R]) -> Callable[P, R]:
+def _use_op_when_compiling(entry: Callable[P, R], traced: Callable[..., R]) -> Callable[P, R]:
     """Return a function that calls ``traced`` while torch.compile traces, and ``entry`` otherwise."""
 
     @wraps(entry)
@@ -296,7 +302,7 @@ def _either(entry: Callable[P, R], traced: Callable[..., R]) -> Callable[P, R]:
 def _traced_forward(
     q: Tensor, k: Tensor, v: Tensor, *, state: Pair | None = None, final: bool = True, **call: Any
 ) -> Pair:
-    packed = pack(**call)
+    packed = pack_kernel_args(**call)
     if state is None:
         out, lse = forward_op(q, k, v, final, *packed)
         return out, lse
@@ -310,7 +316,7 @@ def _traced_dq(
     dout: Tensor, q: Tensor, *inputs: Tensor, accum: Tensor | None = None, out: Tensor | None = None, **call: Any
 ) -> Tensor:
     dq = q.new_empty(q.shape) if out is None else out
-    dq_op(dout, q, *inputs, None if accum is dq else accum, dq, accum is dq, *pack(**call))
+    dq_op(dout, q, *inputs, None if accum is dq else accum, dq, accum is dq, *pack_kernel_args(**call))
     return dq
 
 
@@ -323,7 +329,7 @@ def _traced_keys(
     result = (k.new_empty(k.shape), v.new_empty(v.shape)) if out is None else out
     add = dk is result[0] and dv is result[1]
     dq_args = () if dq is None else (dq,)
-    op(dout, q, k, v, *inputs, *dq_args, *((None, None) if add else (dk, dv)), *result, add, *pack(**call))
+    op(dout, q, k, v, *inputs, *dq_args, *((None, None) if add else (dk, dv)), *result, add, *pack_kernel_args(**call))
     return result
 
 
@@ -334,7 +340,7 @@ def _traced_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (dout, q, k, v, lse, delta_op(dout, out, dlse))
     if dq is None and dk is None and dv is None:
-        grads: tuple[Tensor, Tensor, Tensor] = backward_op(*inputs, *pack(config=config, **call))
+        grads: tuple[Tensor, Tensor, Tensor] = backward_op(*inputs, *pack_kernel_args(config=config, **call))
         return grads
     accum, call = _pair(dk, dv), call | {"config": config}
     if is_single_pass(config):
@@ -345,14 +351,14 @@ def _traced_backward(
     return dq, *_traced_keys(dkdv_op, *inputs, accum=accum, out=accum, **call)
 
 
-attention_forward = _either(host.attention_forward, _traced_forward)
-attention_delta = _either(host.attention_delta, delta_op)
-attention_dq = _either(host.attention_dq, _traced_dq)
-attention_dkdv = _either(host.attention_dkdv, partial(_traced_keys, dkdv_op))
-attention_gradients = _either(host_gradients, partial(_traced_keys, gradients_op))
-attention_backward = _either(host.attention_backward, _traced_backward)
-quantize = _either(fp8.quantize, quantize_op)
-dequantize = _either(fp8.dequantize, dequantize_op)
+attention_forward = _use_op_when_compiling(host.attention_forward, _traced_forward)
+attention_delta = _use_op_when_compiling(host.attention_delta, delta_op)
+attention_dq = _use_op_when_compiling(host.attention_dq, _traced_dq)
+attention_dkdv = _use_op_when_compiling(host.attention_dkdv, partial(_traced_keys, dkdv_op))
+attention_gradients = _use_op_when_compiling(host_gradients, partial(_traced_keys, gradients_op))
+attention_backward = _use_op_when_compiling(host.attention_backward, _traced_backward)
+quantize = _use_op_when_compiling(fp8.quantize, quantize_op)
+dequantize = _use_op_when_compiling(fp8.dequantize, dequantize_op)
 
 
 def attend(
@@ -372,6 +378,6 @@ def attend(
         ValueError: If an argument does not fit, or if ``scores.alibi_slopes`` requires a gradient.
     """
     if scores.alibi_slopes is not None and scores.alibi_slopes.requires_grad:
-        raise ValueError(NO_SLOPE)
-    out, lse = forward_op(q, k, v, True, *pack(bounds, scores, softmax_scale, config))
+        raise ValueError(SLOPES_GRADIENT_ERROR)
+    out, lse = forward_op(q, k, v, True, *pack_kernel_args(bounds, scores, softmax_scale, config))
     return out, lse

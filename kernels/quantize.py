@@ -8,10 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
-from .checks import check_like, check_values
+from .checks import check_like, check_qkv_tensor
 from .device.e4m3 import dequantize_kernel, quantize_kernel
-from .device.tiles import Shape
-from .launch import launch, programs, strided
+from .device.tiles import LaunchShape
+from .launch import grid_size, launch, strided_tensor
 
 SCALE_TOKENS = 128
 """Tokens that share a scale, and tokens per program."""
@@ -39,9 +39,9 @@ def quantize(x: Tensor, out: Tensor, scale: Tensor) -> None:
     Raises:
         ValueError: If an argument does not fit. The message names the argument, its value and what is allowed.
     """
-    check_values("x", x)
-    check_codes("out", out, "x", x, scale)
-    run(quantize_kernel, x, strided(x), strided(out.view(torch.uint8)), scale)
+    check_qkv_tensor("x", x)
+    check_codes_and_scale("out", out, "x", x, scale)
+    launch_fp8_kernel(quantize_kernel, x, strided_tensor(x), strided_tensor(out.view(torch.uint8)), scale)
 
 
 def dequantize(x: Tensor, scale: Tensor, out: Tensor) -> None:
@@ -58,9 +58,9 @@ def dequantize(x: Tensor, scale: Tensor, out: Tensor) -> None:
     Raises:
         ValueError: If an argument does not fit. The message names the argument, its value and what is allowed.
     """
-    check_values("out", out)
-    check_codes("x", x, "out", out, scale)
-    run(dequantize_kernel, out, strided(x.view(torch.uint8)), scale, strided(out))
+    check_qkv_tensor("out", out)
+    check_codes_and_scale("x", x, "out", out, scale)
+    launch_fp8_kernel(dequantize_kernel, out, strided_tensor(x.view(torch.uint8)), scale, strided_tensor(out))
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -69,21 +69,21 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return batch, -(-tokens // SCALE_TOKENS), heads
 
 
-def check_codes(name: str, codes: Tensor, like_name: str, like: Tensor, scale: Tensor) -> None:
+def check_codes_and_scale(name: str, codes: Tensor, like_name: str, like: Tensor, scale: Tensor) -> None:
     """Raise ValueError if codes and scales do not fit the tensor ``like``."""
     if codes.shape != like.shape:
         raise ValueError(
             f"{name} has shape {list(codes.shape)}: {like_name} has {list(like.shape)}, they must be equal"
         )
-    check_like(name, codes, tuple(like.shape), torch.float8_e4m3fn, like.device, contiguous=True)
-    check_like("scale", scale, scale_shape(tuple(like.shape)), torch.float32, like.device, contiguous=True)
+    check_like(name, codes, tuple(like.shape), torch.float8_e4m3fn, like.device, needs_contiguous=True)
+    check_like("scale", scale, scale_shape(tuple(like.shape)), torch.float32, like.device, needs_contiguous=True)
 
 
-def run(kernel: Any, x: Tensor, *args: Any) -> None:
+def launch_fp8_kernel(kernel: Any, x: Tensor, *args: Any) -> None:
     """Launch one program per scale of ``x``."""
     _, tokens, heads, head_dim = x.shape
     launch(
-        kernel, programs(tokens, SCALE_TOKENS, x), x.device, *args, Shape(tokens, tokens, heads, 1),
+        kernel, grid_size(tokens, SCALE_TOKENS, x), x.device, *args, LaunchShape(tokens, tokens, heads, 1),
         HEAD_DIM=head_dim, BLOCK=SCALE_TOKENS, num_warps=num_warps(head_dim),
     )  # fmt: skip
 

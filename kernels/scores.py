@@ -8,10 +8,10 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from .checks import LARGEST, LEAST_CAP, check_tensor, is_real
+from .checks import MAX_SCALE, MIN_SOFTCAP, check_tensor, is_real
 
-WORDS = 1 << 32  # number of 32-bit words
-SEEDS = 1 << 64
+WORD_RANGE = 1 << 32  # number of 32-bit words
+SEED_RANGE = 1 << 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,34 +42,34 @@ class Scores:
     """Global positions of the keys, int32 ``[Sk]``; required by ALiBi and dropout."""
 
     @property
-    def by_position(self) -> bool:
+    def needs_positions(self) -> bool:
         """True if ALiBi or dropout is on; they depend on positions."""
         return self.alibi_slopes is not None or self.dropout_p > 0
 
     @property
     def is_plain(self) -> bool:
         """True if every modifier is off."""
-        return not (self.softcap or self.by_position)
+        return not (self.softcap or self.needs_positions)
 
     @property
     def threshold(self) -> int:
         """Smallest philox word that keeps its weight, ``round(dropout_p * 2^32)``."""
-        return min(round(self.dropout_p * WORDS), WORDS - 1)
+        return min(round(self.dropout_p * WORD_RANGE), WORD_RANGE - 1)
 
-    def of_heads(self, heads: slice) -> Scores:
+    def slice_heads(self, heads: slice) -> Scores:
         """Return the modifiers for a slice of the heads."""
-        if not self.by_position:
+        if not self.needs_positions:
             return self
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[..., heads].contiguous()
         return replace(self, alibi_slopes=slopes, first_head=self.first_head + heads.start)
 
     def check(self, batch: int, heads: int, device: torch.device) -> None:
         """Raise ValueError if a modifier is out of range or the slopes do not fit."""
-        if not is_real(self.softcap) or not (self.softcap == 0 or LEAST_CAP <= self.softcap <= LARGEST):
+        if not is_real(self.softcap) or not (self.softcap == 0 or MIN_SOFTCAP <= self.softcap <= MAX_SCALE):
             raise ValueError(f"softcap is {self.softcap!r}: it must be a number from 1e-8 to 1e30, or 0 for none")
         if not is_real(self.dropout_p) or not 0 <= self.dropout_p < 1:
             raise ValueError(f"dropout_p is {self.dropout_p!r}: it must be a number of at least 0 and below 1")
-        if not is_real(self.dropout_seed, Integral) or not 0 <= self.dropout_seed < SEEDS:
+        if not is_real(self.dropout_seed, Integral) or not 0 <= self.dropout_seed < SEED_RANGE:
             raise ValueError(f"dropout_seed is {self.dropout_seed!r}: it must be a whole number from 0 to 2^64 - 1")
         self.check_slopes(batch, heads, device)
 
@@ -93,7 +93,7 @@ class Scores:
 
     def check_positions(self, rows: int, columns: int, device: torch.device) -> None:
         """Raise ValueError if positions are missing or do not fit ``rows`` queries and ``columns`` keys."""
-        if not self.by_position:
+        if not self.needs_positions:
             return
         for name, length in (("q_positions", rows), ("k_positions", columns)):
             positions = getattr(self, name)

@@ -13,27 +13,27 @@ from torch import Tensor
 
 from . import hopper_backward_launch
 from .bounds import FULL, Bounds
-from .checks import check_backward, check_like, resolve_dkdv_output
-from .choice import Bound, LaunchPlan
+from .checks import check_backward_inputs, check_like, resolve_dkdv_output
 from .config import KernelConfig, Tile
-from .device.dq_sum import Turns
+from .device.dq_sum import AddTurns
 from .device.single_pass import single_pass_kernel
 from .gpu import gpu_specs
 from .launch import (
-    COPY_ENGINE_ARCH,
+    TMA_ARCH,
     Pair,
-    descriptor,
-    fills_boxes,
+    grid_size,
     head_dims,
-    interval,
-    is_aligned,
+    is_tma_aligned,
+    is_tma_head_dim,
     launch,
-    modifiers,
-    options,
-    programs,
-    shape_of,
-    strided,
+    launch_shape,
+    mask_interval,
+    score_modifiers,
+    strided_tensor,
+    tile_options,
+    tma_descriptor,
 )
+from .launch_plan import LaunchPlan, QueryLauncher
 from .scores import PLAIN, Scores
 
 
@@ -58,19 +58,21 @@ def attention_gradients(
     Raises:
         ValueError: If an argument does not fit, or if the head dim has no tile.
     """
-    scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
+    scale = check_backward_inputs(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
     if config.backward == "two_pass":
         raise ValueError(
             "config.backward is 'two_pass': it must be 'single_pass', 'single_pass_deterministic' or 'hopper'; for two "
             "passes call attention_dq and attention_dkdv"
         )
-    check_like("dq", dq, tuple(q.shape), torch.float32, q.device, written=True)
+    check_like("dq", dq, tuple(q.shape), torch.float32, q.device, is_output=True)
     dk_dv = resolve_dkdv_output(out, accum, k, v)
-    Gradients(dout, q, lse, delta, dq, scale, config)(k, v, bounds=bounds, scores=scores, accum=accum, out=dk_dv)
+    SinglePassLauncher(dout, q, lse, delta, dq, scale, config)(
+        k, v, bounds=bounds, scores=scores, accum=accum, out=dk_dv
+    )
     return dk_dv
 
 
-class Gradients(Bound):
+class SinglePassLauncher(QueryLauncher):
     """Single-pass backward of one query tensor over one key shard after another."""
 
     def __init__(
@@ -78,47 +80,57 @@ class Gradients(Bound):
         softmax_scale: float, config: KernelConfig,
     ) -> None:  # fmt: skip
         super().__init__(q, softmax_scale, config)
-        self._dout, self._dq, self._rows, self._hopper = dout, dq, (lse, delta), config.backward == "hopper"
-        self._given, self._added = (strided(dout), self._queries), strided(dq)
+        self._dout, self._dq, self._lse_and_delta, self._wants_hopper = (
+            dout,
+            dq,
+            (lse, delta),
+            config.backward == "hopper",
+        )
+        self._dout_and_q, self._dq_arg = (strided_tensor(dout), self._q_arg), strided_tensor(dq)
 
     def __call__(self, k: Tensor, v: Tensor, *, bounds: Bounds, scores: Scores, accum: Pair | None, out: Pair) -> None:
         """Write ``accum`` plus dK and dV of one key shard to ``out``, which may be ``accum``, and add to dQ."""
         q, config = self._q, self._config
         assert config is not None
-        if self._hopper and self._takes(
+        if self._wants_hopper and self._runs_hopper(
             (bounds.seqused_k is None, bounds.block_sparse is None), k, v,
-            lambda: hopper_backward_launch.takes(q, k, v, self._dout, self._dq, bounds, scores, config),
+            lambda: hopper_backward_launch.runs_hopper_backward(q, k, v, self._dout, self._dq, bounds, scores, config),
         ):  # fmt: skip
             hopper_backward_launch.launch_hopper_backward(
-                self._dout, q, k, v, *self._rows, self._dq, accum, out, bounds, self._scale, config.single_pass,
-                self._described,
+                self._dout, q, k, v, *self._lse_and_delta, self._dq, accum, out, bounds, self._scale, config.single_pass,
+                self._descriptors,
             )  # fmt: skip
             return
-        plan = self._plan("single_pass", k, v, bounds, scores)
+        plan = self._get_plan("single_pass", k, v, bounds, scores)
         sums = out if accum is None else accum
         in_place = sums[0] is out[0] and sums[1] is out[1]
-        out_args = strided(out[0]), strided(out[1])
+        out_args = strided_tensor(out[0]), strided_tensor(out[1])
         launch(
             single_pass_kernel, plan.grid, q.device,
-            *self._given, strided(k), strided(v), *self._rows,
-            *(out_args if in_place else (strided(sums[0]), strided(sums[1]))), *out_args,
-            self._added, plan.box, turns_of(bounds, q, k, plan.tile, config), interval(bounds.transposed(k.shape[1])),
-            plan.shape, self._scale, modifiers(scores, rows_are_keys=True),
+            *self._dout_and_q, strided_tensor(k), strided_tensor(v), *self._lse_and_delta,
+            *(out_args if in_place else (strided_tensor(sums[0]), strided_tensor(sums[1]))), *out_args,
+            self._dq_arg, plan.dq_descriptor, make_turns(bounds, q, k, plan.tile, config), mask_interval(bounds.transposed(k.shape[1])),
+            plan.shape, self._scale, score_modifiers(scores, rows_are_keys=True),
             **plan.options, HAS_SUM=accum is not None, IN_PLACE=accum is not None and in_place,
             RAGGED=bounds.lo is None and bounds.seqused_k is None and k.shape[1] % plan.tile.block_k != 0,
         )  # fmt: skip
 
-    def _planned(self, tile: Tile, config: KernelConfig | None, kernel: str, k: Tensor, v: Tensor) -> LaunchPlan:
+    def _make_plan(self, tile: Tile, config: KernelConfig | None, kernel: str, k: Tensor, v: Tensor) -> LaunchPlan:
         q, dq = self._q, self._dq
         for name, x in (("q", q), ("dout", self._dout), ("dq", dq)):
-            check_near(name, x, tile)
-        flags = {**head_dims(q, v), **options(tile)}
+            check_tile_span(name, x, tile)
+        flags = {**head_dims(q, v), **tile_options(tile)}
         return LaunchPlan(
-            tile, config, programs(k.shape[1], tile.block_k, k), shape_of(k, q), flags, box=box_of(dq, tile)
+            tile,
+            config,
+            grid_size(k.shape[1], tile.block_k, k),
+            launch_shape(k, q),
+            flags,
+            dq_descriptor=make_dq_descriptor(dq, tile),
         )
 
 
-def check_near(name: str, x: Tensor, tile: Tile) -> None:
+def check_tile_span(name: str, x: Tensor, tile: Tile) -> None:
     """Raise ValueError if 32-bit offsets cannot address all rows of a tile."""
     if x.shape[1] > 1 and abs(x.stride(1)) * tile.block_q >= 2**31:
         raise ValueError(
@@ -126,26 +138,28 @@ def check_near(name: str, x: Tensor, tile: Tile) -> None:
         )
 
 
-def box_of(dq: Tensor, tile: Tile) -> Any:
+def make_dq_descriptor(dq: Tensor, tile: Tile) -> Any:
     """Return a TMA descriptor of ``dq`` in tiles of queries, or None if atomics must add."""
     gpu = gpu_specs(dq.device)
-    if gpu is None or gpu.arch < COPY_ENGINE_ARCH or dq.numel() == 0:
+    if gpu is None or gpu.arch < TMA_ARCH or dq.numel() == 0:
         return None
-    return descriptor(dq, tile.block_q) if fills_boxes(dq.shape[3]) and is_aligned(dq) else None
+    return tma_descriptor(dq, tile.block_q) if is_tma_head_dim(dq.shape[3]) and is_tma_aligned(dq) else None
 
 
-def turns_of(bounds: Bounds, q: Tensor, k: Tensor, tile: Tile, config: KernelConfig) -> Turns:
+def make_turns(bounds: Bounds, q: Tensor, k: Tensor, tile: Tile, config: KernelConfig) -> AddTurns:
     """Return the order in which key tiles add to dQ; all fields are None unless the mode is deterministic."""
     if config.backward != "single_pass_deterministic":
-        return Turns(None, None, None)
+        return AddTurns(None, None, None)
     batch, queries, heads = q.shape[:3]
     gates = torch.zeros(batch, heads, int(triton.cdiv(queries, tile.block_q)), device=q.device, dtype=torch.int32)
-    table = add_order(bounds, batch, queries, k.shape[1], tile, q.device)
+    table = dq_add_order(bounds, batch, queries, k.shape[1], tile, q.device)
     stride = None if table is None else table.stride(0) * (table.shape[0] > 1)
-    return Turns(table, stride, gates)
+    return AddTurns(table, stride, gates)
 
 
-def add_order(bounds: Bounds, batch: int, queries: int, keys: int, tile: Tile, device: torch.device) -> Tensor | None:
+def dq_add_order(
+    bounds: Bounds, batch: int, queries: int, keys: int, tile: Tile, device: torch.device
+) -> Tensor | None:
     """Return how many key tiles add to a query tile before each key tile; int32 ``[B or 1, key tiles, query tiles]``.
 
     Later keys add first, so the number counts the later key tiles that visit the query tile::
@@ -175,7 +189,7 @@ def add_order(bounds: Bounds, batch: int, queries: int, keys: int, tile: Tile, d
 def key_tile_visits(bounds: Bounds, queries: int, keys: int, tile: Tile, device: torch.device) -> Tensor:
     """Return which key tile visits which query tile, bool ``[B or 1, key tiles, query tiles]``.
 
-    The rule is that of ``device.tiles.tile_range``.
+    The rule is that of ``device.tiles.load_tile_range``.
     """
     by_key = bounds.transposed(keys)
     first = torch.arange(0, keys, tile.block_k, device=device)

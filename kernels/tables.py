@@ -27,57 +27,57 @@ import torch
 import triton
 
 from .config import EPILOGUES, FORWARD_KERNELS, ORDERS, KernelConfig, Tile
-from .files import converted, read_object
 from .gpu import GpuSpec, shared_limit
+from .json_files import convert_json, read_object
 
 KERNELS = ("forward", "dq", "dkdv")
-SINGLE_PASS = ("single_pass", "single_pass_deterministic")
+SINGLE_PASS_KERNELS = ("single_pass", "single_pass_deterministic")
 """Kernels that replace dQ and dK/dV: values of ``KernelConfig.backward``."""
 
-TUNED = KERNELS + SINGLE_PASS
+TUNED_KERNELS = KERNELS + SINGLE_PASS_KERNELS
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MASKS = ("full", "bounded")
 """Masks that a kernel distinguishes: none, or an interval of keys per row (causal, window, documents, prefix)."""
 
-ARCH = re.compile(r"sm_(\d{2,3})")
+ARCH_NAME = re.compile(r"sm_(\d{2,3})")
 """Name in a table that was created without a GPU: a compute capability instead of a product."""
 
-Option = str | int  # or bool, which is an int
-Options = tuple[tuple[str, Option], ...]
+OptionValue = str | int  # or bool, which is an int
+OptionItems = tuple[tuple[str, OptionValue], ...]
 
-_TILE_SCHEDULE: dict[str, Sequence[Option]] = {
+_TILE_SCHEDULE: dict[str, Sequence[OptionValue]] = {
     "order": ORDERS,
     "persistent": (False, True),
     "sm_margin": range(1, 1025),  # not 0, because rings use tables and their transfers need multiprocessors
 }
-_PACKED: dict[str, Sequence[Option]] = {"pack_gqa": (False, True)}
-OPTIONS: dict[str, dict[str, Sequence[Option]]] = {
+_PACKED: dict[str, Sequence[OptionValue]] = {"pack_gqa": (False, True)}
+TUNABLE_OPTIONS: dict[str, dict[str, Sequence[OptionValue]]] = {
     "forward": {"forward_kernel": FORWARD_KERNELS} | _TILE_SCHEDULE | _PACKED,
     "dq": _TILE_SCHEDULE | _PACKED,
     "dkdv": _TILE_SCHEDULE | {"dkdv_splits": range(1, 1025), "dkdv_epilogue": EPILOGUES},
-    **{kernel: {} for kernel in SINGLE_PASS},
+    **{kernel: {} for kernel in SINGLE_PASS_KERNELS},
 }
 """Tunable fields of ``KernelConfig`` and their allowed values, by kernel. A file omits fields with default values."""
 
 
 @dataclass(frozen=True)
-class Chosen(Tile):
+class TunedTile(Tile):
     """Tile with the ``KernelConfig`` fields that were tuned with it, as sorted pairs of name and value."""
 
-    options: Options = ()
+    options: OptionItems = ()
 
 
-def options_of(tile: Tile) -> dict[str, Option]:
+def tuned_options(tile: Tile) -> dict[str, OptionValue]:
     """Return the ``KernelConfig`` fields that were tuned with a tile; empty if all have their defaults."""
-    return dict(tile.options) if isinstance(tile, Chosen) else {}
+    return dict(tile.options) if isinstance(tile, TunedTile) else {}
 
 
-def with_options(tile: Tile, options: Mapping[str, Option]) -> Tile:
+def attach_options(tile: Tile, options: Mapping[str, OptionValue]) -> Tile:
     """Return ``tile`` with ``KernelConfig`` fields, or ``tile`` itself if there are none."""
-    return Chosen(**fields_of(tile), options=tuple(sorted(options.items()))) if options else tile
+    return TunedTile(**tile_fields(tile), options=tuple(sorted(options.items()))) if options else tile
 
 
-def fields_of(tile: Tile) -> dict[str, Any]:
+def tile_fields(tile: Tile) -> dict[str, Any]:
     """Return the fields of ``Tile`` without tuned options."""
     return {field.name: getattr(tile, field.name) for field in fields(Tile)}
 
@@ -86,7 +86,7 @@ class RefusedTable(ValueError):
     """Error for a table that is not used; the message has its path and the reason."""
 
 
-class Point(NamedTuple):
+class TuningPoint(NamedTuple):
     """Kernel, dtype and shape that a tile is chosen for."""
 
     kernel: str  # one of TUNED
@@ -99,13 +99,13 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """Tile of one point, with its measurement.
 
     ``seconds``, ``spread``, ``beside`` and ``baseline`` are None if the entry is estimated.
     """
 
-    point: Point
+    point: TuningPoint
     tile: Tile
     estimated: bool  # never measured, only compiled and ranked by `bound`
     date: str  # ISO 8601
@@ -121,16 +121,16 @@ class Entry:
     command: str = ""
 
     def __post_init__(self) -> None:
-        point, options = self.point, dict[str, Any](options_of(self.tile))
-        for word, words in ((point.kernel, TUNED), (point.dtype, [*DTYPES]), (point.mask, MASKS)):
+        point, options = self.point, dict[str, Any](tuned_options(self.tile))
+        for word, words in ((point.kernel, TUNED_KERNELS), (point.dtype, [*DTYPES]), (point.mask, MASKS)):
             if word not in words:
                 raise ValueError(f"{word!r:.60} is not one of {', '.join(words)}")
         if min(point.head_dim, point.head_dim_v, point.group, point.length) < 1:
             raise ValueError(f"{point} must have head dims, group and length of at least 1")
-        if max(self.tile.block_q, self.tile.block_k) > MOST_SIDE:
-            raise ValueError(f"{self.tile} has a block_q or block_k above {MOST_SIDE}")
+        if max(self.tile.block_q, self.tile.block_k) > MAX_TILE_SIDE:
+            raise ValueError(f"{self.tile} has a block_q or block_k above {MAX_TILE_SIDE}")
         for name, value in options.items():
-            if value not in OPTIONS[point.kernel].get(name, ()):
+            if value not in TUNABLE_OPTIONS[point.kernel].get(name, ()):
                 raise ValueError(f"options.{name:.60} is {value!r:.60}: {point.kernel} has no such option or value")
         KernelConfig(self.tile, self.tile, self.tile, **options)  # raises if options contradict each other
         if self.estimated != (self.seconds is None) or (self.seconds is not None and self.seconds <= 0):
@@ -147,15 +147,15 @@ class Table:
     gpu: str  # name from the driver, or sm_90 for a table created without a GPU
     arch: int  # compute capability without the dot
     triton: tuple[int, int]
-    entries: tuple[Entry, ...]
+    entries: tuple[TableEntry, ...]
 
 
-def file_name(gpu: str, triton: tuple[int, int]) -> str:
+def table_file_name(gpu: str, triton: tuple[int, int]) -> str:
     """Return the name of a table's file, such as ``nvidia-h200_triton-3.7.json``."""
-    return f"{slug_of(gpu)}_triton-{triton[0]}.{triton[1]}.json"
+    return f"{gpu_slug(gpu)}_triton-{triton[0]}.{triton[1]}.json"
 
 
-def slug_of(gpu: str) -> str:
+def gpu_slug(gpu: str) -> str:
     """Return a GPU's name in lower-case letters, digits and dashes, such as ``nvidia-h200``.
 
     The result has no path separators, so a file name cannot leave its folder.
@@ -169,7 +169,7 @@ def slug_of(gpu: str) -> str:
     return slug
 
 
-def least_shared(point: Point, tile: Tile) -> int:
+def min_shared_bytes(point: TuningPoint, tile: Tile) -> int:
     """Return a lower bound of the shared memory of a tile in bytes: the streamed tiles of its software pipeline.
 
     The forward and dQ stream K and V; dK/dV and a single pass stream Q and dO. One of the ``num_stages`` may be in
@@ -183,7 +183,7 @@ def least_shared(point: Point, tile: Tile) -> int:
 
 SCHEMA = "ringattn tiles"
 VERSION = 1
-MOST_SIDE = 512
+MAX_TILE_SIDE = 512
 
 
 class _File(NamedTuple):
@@ -197,19 +197,19 @@ class _File(NamedTuple):
     entries: list[dict[str, Any]]
 
 
-def read(path: Path) -> Table:
+def read_table(path: Path) -> Table:
     """Return the table in a file.
 
     Raises:
         RefusedTable: If the file cannot be read or is no valid table.
     """
     try:
-        return parse(read_object(path))
+        return parse_table(read_object(path))
     except ValueError as error:
         raise RefusedTable(f"{path} is refused: {error}") from error
 
 
-def parse(data: Mapping[str, Any]) -> Table:
+def parse_table(data: Mapping[str, Any]) -> Table:
     """Return the table in a JSON object.
 
     Raises:
@@ -219,60 +219,62 @@ def parse(data: Mapping[str, Any]) -> Table:
         raise ValueError(f"schema is {data.get('schema')!r:.60}, not {SCHEMA!r}")
     if (version := data.get("version")) != VERSION:
         raise ValueError(f"version is {version!r:.60}: this ringattn reads version {VERSION}; update ringattn")
-    file: _File = converted(_File, data, "table")
+    file: _File = convert_json(_File, data, "table")
     release = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", file.triton)
     if release is None:
         raise ValueError(f"triton is {file.triton!r:.60}: it must be a version such as 3.7")
-    entries = tuple(_entry(row, f"entries[{i}]") for i, row in enumerate(file.entries))
-    if ARCH.fullmatch(file.gpu) and (file.gpu != f"sm_{file.arch}" or not all(entry.estimated for entry in entries)):
+    entries = tuple(_parse_entry(row, f"entries[{i}]") for i, row in enumerate(file.entries))
+    if ARCH_NAME.fullmatch(file.gpu) and (
+        file.gpu != f"sm_{file.arch}" or not all(entry.estimated for entry in entries)
+    ):
         raise ValueError(
             f"gpu is {file.gpu} and arch {file.arch}: a table without a GPU's name must have only estimates of its arch"
         )
     limit = shared_limit(file.arch)
     for i, entry in enumerate(entries):
-        if (least := least_shared(entry.point, entry.tile)) > limit:
+        if (least := min_shared_bytes(entry.point, entry.tile)) > limit:
             raise ValueError(f"entries[{i}].tile needs at least {least} bytes of shared memory, a block has {limit}")
     if len({entry.point for entry in entries}) < len(entries):
         raise ValueError("two entries are for the same point")
     return Table(file.gpu, file.arch, (int(release[1]), int(release[2])), entries)
 
 
-def as_json(table: Table) -> dict[str, Any]:
-    """Return a table as the JSON object that :func:`parse` reads."""
+def table_to_json(table: Table) -> dict[str, Any]:
+    """Return a table as the JSON object that :func:`parse_table` reads."""
     entries = [_entry_as_json(entry) for entry in sorted(table.entries, key=lambda entry: entry.point)]
     version = ".".join(map(str, table.triton))
     return _File(SCHEMA, VERSION, table.gpu, table.arch, version, entries)._asdict()
 
 
-def _entry_as_json(entry: Entry) -> dict[str, Any]:
-    data = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "point"}
-    data |= {"tile": fields_of(entry.tile), "options": options_of(entry.tile)}
+def _entry_as_json(entry: TableEntry) -> dict[str, Any]:
+    data = {field.name: getattr(entry, field.name) for field in fields(TableEntry) if field.name != "point"}
+    data |= {"tile": tile_fields(entry.tile), "options": tuned_options(entry.tile)}
     data |= {"versions": dict(entry.versions), "clocks": dict(entry.clocks)}
     return entry.point._asdict() | data
 
 
-def _entry(row: dict[str, Any], where: str) -> Entry:
-    point = {name: row[name] for name in Point._fields if name in row}
+def _parse_entry(row: dict[str, Any], where: str) -> TableEntry:
+    point = {name: row[name] for name in TuningPoint._fields if name in row}
     rest = {name: value for name, value in row.items() if name not in (*point, "options")}
-    options = converted(dict[str, Any], row.get("options", {}), f"{where}.options")
-    tile = with_options(converted(Tile, row.get("tile"), f"{where}.tile"), options)
-    entry: Entry = converted(Entry, rest | {"point": point, "tile": tile}, where)
+    options = convert_json(dict[str, Any], row.get("options", {}), f"{where}.options")
+    tile = attach_options(convert_json(Tile, row.get("tile"), f"{where}.tile"), options)
+    entry: TableEntry = convert_json(TableEntry, rest | {"point": point, "tile": tile}, where)
     return entry
 
 
 CONFIG_DIR = "RINGATTN_CONFIG_DIR"
-HERE = Path(__file__).parent
+KERNELS_FOLDER = Path(__file__).parent
 # `tuned/` in this folder is for tables of vendors; ringattn's own tables are in `autotune/tables`
-PACKAGE = (HERE / "tuned", HERE.parent / "autotune" / "tables")
+PACKAGE_TABLE_FOLDERS = (KERNELS_FOLDER / "tuned", KERNELS_FOLDER.parent / "autotune" / "tables")
 
 Version = tuple[int, int]
 Key = tuple[str, torch.dtype, int, int, int, bool]  # kernel, dtype, D, Dv, query heads per key head, no mask
 Lengths = tuple[tuple[float, ...], tuple[Tile | None, ...]]  # lengths at which the next tile begins, and the tiles
 
-BACKWARD = "backward"
+BACKWARD_CHOICE = "backward"
 """Kernel name in the key of the single pass's tile; the tile is None if two passes were measured as faster."""
 
-TWO_PASSES, ONE_PASS = ("dq", "dkdv"), "single_pass_deterministic"
+TWO_PASSES, DETERMINISTIC_PASS = ("dq", "dkdv"), "single_pass_deterministic"
 
 
 def triton_version() -> Version:
@@ -281,7 +283,7 @@ def triton_version() -> Version:
     return int(major), int(minor)
 
 
-def user_folder() -> Path | None:
+def user_table_folder() -> Path | None:
     """Return the user's cache folder, ``$XDG_CACHE_HOME/ringattn/tiles`` by the XDG rules; None without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
@@ -290,7 +292,7 @@ def user_folder() -> Path | None:
     return Path(home, ".cache", "ringattn", "tiles") if os.path.isabs(home) else None
 
 
-class Tuned:
+class TunedTiles:
     """Tiles of several tables; the first table that has a key decides."""
 
     def __init__(self, tables: Iterable[Table] = (), *, estimated: bool = False) -> None:
@@ -304,10 +306,10 @@ class Tuned:
         return None if entries is None else entries[1][bisect_left(entries[0], length)]
 
 
-def _by_length(entries: Iterable[Entry], estimated: bool) -> dict[Key, Lengths]:
+def _by_length(entries: Iterable[TableEntry], estimated: bool) -> dict[Key, Lengths]:
     grouped: dict[Key, dict[int, Tile | None]] = {}
-    usable = [(entry.point, entry.tile) for entry in entries if is_offered(entry, estimated)]
-    for point, tile in [*usable, *_backwards(entries)]:
+    usable = [(entry.point, entry.tile) for entry in entries if is_usable_entry(entry, estimated)]
+    for point, tile in [*usable, *_backward_choices(entries)]:
         key = (point.kernel, DTYPES[point.dtype], point.head_dim, point.head_dim_v, point.group, point.mask == "full")
         grouped.setdefault(key, {})[point.length] = tile
     result = {}
@@ -318,12 +320,12 @@ def _by_length(entries: Iterable[Entry], estimated: bool) -> dict[Key, Lengths]:
     return result
 
 
-def is_offered(entry: Entry, estimated: bool) -> bool:
+def is_usable_entry(entry: TableEntry, estimated: bool) -> bool:
     """Return True if an entry was measured, or if ``estimated`` is set and the entry has no tuned options."""
-    return not entry.estimated or (estimated and not options_of(entry.tile))
+    return not entry.estimated or (estimated and not tuned_options(entry.tile))
 
 
-def _backwards(entries: Iterable[Entry]) -> Iterator[tuple[Point, Tile | None]]:
+def _backward_choices(entries: Iterable[TableEntry]) -> Iterator[tuple[TuningPoint, Tile | None]]:
     """Yield the tile of the deterministic single pass for each point, or None if two passes were not slower.
 
     Points where a pass was not measured are skipped. A mode without a fixed order is never chosen by a table.
@@ -331,23 +333,23 @@ def _backwards(entries: Iterable[Entry]) -> Iterator[tuple[Point, Tile | None]]:
     measured = {entry.point: entry for entry in entries if entry.seconds is not None}
     for point, entry in measured.items():
         passes = [measured.get(point._replace(kernel=kernel)) for kernel in TWO_PASSES]
-        if point.kernel == ONE_PASS and None not in passes:
+        if point.kernel == DETERMINISTIC_PASS and None not in passes:
             two_passes = sum(entry.seconds or 0.0 for entry in passes if entry is not None)
             is_faster = (entry.seconds or 0.0) * (1 + (entry.spread or 0.0)) < two_passes
-            yield point._replace(kernel=BACKWARD), entry.tile if is_faster else None
+            yield point._replace(kernel=BACKWARD_CHOICE), entry.tile if is_faster else None
 
 
 _LOADING = threading.Lock()
 
 
 @lru_cache(maxsize=64)
-def _load(gpu: GpuSpec, config_dir: str | None, estimated: bool) -> Tuned:
+def _load_tuned_tiles(gpu: GpuSpec, config_dir: str | None, estimated: bool) -> TunedTiles:
     if config_dir and not os.path.isdir(config_dir):  # the environment variable must not break a launch
         _warn(f"{CONFIG_DIR} is {config_dir!r}: there is no such folder; `ringattn tune --save-dir` creates it")
-    return Tuned(tables_of(gpu, config_dir, estimated=estimated), estimated=estimated)
+    return TunedTiles(find_tables(gpu, config_dir, estimated=estimated), estimated=estimated)
 
 
-def tables_of(gpu: GpuSpec, config_dir: str | None, *, estimated: bool = False) -> list[Table]:
+def find_tables(gpu: GpuSpec, config_dir: str | None, *, estimated: bool = False) -> list[Table]:
     """Return the tables for a GPU and this version of Triton; earlier tables have priority.
 
     Args:
@@ -355,23 +357,25 @@ def tables_of(gpu: GpuSpec, config_dir: str | None, *, estimated: bool = False) 
         config_dir: Folder to search instead of the user's cache, before the folders of the package.
         estimated: Also return tables that were created for a compute capability, without a GPU.
     """
-    folders = folders_of(config_dir)
+    folders = table_folders(config_dir)
     names = dict.fromkeys([gpu.name, *([f"sm_{gpu.arch}"] if estimated else [])])
-    return [table for name in names for table in _tables(name, gpu, folders)]
+    return [table for name in names for table in _find_serving_tables(name, gpu, folders)]
 
 
-def folders_of(config_dir: str | None) -> list[Path]:
+def table_folders(config_dir: str | None) -> list[Path]:
     """Return the folders to search in order: ``config_dir`` or the user's cache, then those of the package."""
-    user = Path(config_dir) if config_dir else user_folder()
-    return [*([user] if user is not None else []), *PACKAGE]
+    user = Path(config_dir) if config_dir else user_table_folder()
+    return [*([user] if user is not None else []), *PACKAGE_TABLE_FOLDERS]
 
 
-def forget() -> None:
+def clear_table_cache() -> None:
     """Clear the cache, so that the next look-up reads newly written tables."""
-    _load.cache_clear()
+    _load_tuned_tiles.cache_clear()
 
 
-def tuned(gpu: GpuSpec, config_dir: str | os.PathLike[str] | None = None, *, estimated: bool = False) -> Tuned:
+def load_tuned_tiles(
+    gpu: GpuSpec, config_dir: str | os.PathLike[str] | None = None, *, estimated: bool = False
+) -> TunedTiles:
     """Return the tuned tiles for a GPU and this version of Triton.
 
     Args:
@@ -382,12 +386,12 @@ def tuned(gpu: GpuSpec, config_dir: str | os.PathLike[str] | None = None, *, est
     Raises:
         ValueError: If ``config_dir`` is no folder.
     """
-    folder = folder_of(config_dir)
+    folder = resolve_config_dir(config_dir)
     with _LOADING:  # virtual ranks are threads, and each warning should appear once
-        return _load(gpu, folder, estimated)
+        return _load_tuned_tiles(gpu, folder, estimated)
 
 
-def folder_of(config_dir: str | os.PathLike[str] | None) -> str | None:
+def resolve_config_dir(config_dir: str | os.PathLike[str] | None) -> str | None:
     """Return ``config_dir``, else ``$RINGATTN_CONFIG_DIR``, else None for the user's cache.
 
     Raises:
@@ -400,33 +404,35 @@ def folder_of(config_dir: str | os.PathLike[str] | None) -> str | None:
     return folder
 
 
-def _tables(name: str, gpu: GpuSpec, folders: list[Path]) -> list[Table]:
+def _find_serving_tables(name: str, gpu: GpuSpec, folders: list[Path]) -> list[Table]:
     """Return the tables of this Triton version, or those of the nearest older version, in the order of the folders."""
     current = triton_version()
-    found = [(version, path) for folder in folders for version, path in _versions(folder, name) if version <= current]
+    found = [
+        (version, path) for folder in folders for version, path in _list_versions(folder, name) if version <= current
+    ]
     nearest = max((version for version, _ in found), default=current)
     paths = [path for version, path in found if version == nearest]
-    tables = [table for path in paths if (table := _read(path, name, gpu, nearest)) is not None]
+    tables = [table for path in paths if (table := _read_matching_table(path, name, gpu, nearest)) is not None]
     if nearest != current and tables:
         _warn(
-            f"no tuned tiles for Triton {current[0]}.{current[1]} at {folders[0] / file_name(name, current)}: using "
+            f"no tuned tiles for Triton {current[0]}.{current[1]} at {folders[0] / table_file_name(name, current)}: using "
             f"those for {nearest[0]}.{nearest[1]} in {paths[0]}; `ringattn tune` creates the missing table"
         )
     return tables
 
 
-def _versions(folder: Path, name: str) -> list[tuple[Version, Path]]:
+def _list_versions(folder: Path, name: str) -> list[tuple[Version, Path]]:
     """Return version and path of every table for a GPU in a folder, which need not exist."""
-    stem = file_name(name, (0, 0)).removesuffix("0.0.json")
+    stem = table_file_name(name, (0, 0)).removesuffix("0.0.json")
     pattern = re.compile(re.escape(stem) + r"(\d{1,3})\.(\d{1,3})\.json")
     matches = ((path, pattern.fullmatch(path.name)) for path in folder.glob(f"{stem}*"))
     return [((int(match[1]), int(match[2])), path) for path, match in matches if match]
 
 
-def _read(path: Path, name: str, gpu: GpuSpec, version: Version) -> Table | None:
+def _read_matching_table(path: Path, name: str, gpu: GpuSpec, version: Version) -> Table | None:
     """Return the table in a file; warn and return None if it is invalid or for another GPU or version."""
     try:
-        table = read(path)
+        table = read_table(path)
     except RefusedTable as error:
         _warn(f"{error}; the built-in tiles are used")
         return None

@@ -7,15 +7,15 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from .masks import by_batch, pairs
-from .scores import Options, by_position, kept, modified
-from .tensors import by_head, by_token, check, positions_or_default, scale_or_default
+from .masks import add_head_dim, evaluate_masks
+from .scores import AttentionOptions, apply_score_options, dropout_factors, uses_positions
+from .tensors import check_attention_shapes, positions_or_default, scale_or_default, to_head_layout, to_token_layout
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     learnable_sink: Tensor | None = None, q_positions: Tensor | None = None, k_positions: Tensor | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax attention between queries and keys, masked by their global positions.
 
@@ -32,7 +32,7 @@ def attention(
             Models with Attention Sinks", 2023, arXiv:2309.17453, section 3.3).
         q_positions: Integer positions ``[Sq]`` in any order. Default: 0, 1, 2, …
         k_positions: Integer positions ``[Sk]`` in any order. Default: 0, 1, 2, …
-        **options: Arguments of :class:`.masks.Masks` and :class:`.scores.Scores`.
+        **options: Arguments of :class:`.masks.MaskOptions` and :class:`.scores.ScoreOptions`.
 
     Returns:
         out ``[B, Sq, H, Dv]`` and lse ``[B, H, Sq]``, both float64. Gradients have the dtype of the inputs.
@@ -40,13 +40,13 @@ def attention(
     Raises:
         ValueError: If shapes do not fit, if positions are needed and missing, or if dropout has no seed.
     """
-    check(q, k, v)
-    positions = positions_or_default(q, k, q_positions, k_positions, needed=by_position(options))
+    check_attention_shapes(q, k, v)
+    positions = positions_or_default(q, k, q_positions, k_positions, is_needed=uses_positions(options))
     heads, scale = q.shape[2], scale_or_default(q, options.get("softmax_scale"))
-    visible = by_batch(pairs(*positions, options))
-    scores = modified(scale * by_head(q, heads) @ by_head(k, heads).mT, *positions, options)
+    visible = add_head_dim(evaluate_masks(*positions, options))
+    scores = apply_score_options(scale * to_head_layout(q, heads) @ to_head_layout(k, heads).mT, *positions, options)
     scores = scores.masked_fill(~visible, -torch.inf)
-    factors = kept(tuple(scores.shape), *positions, options)
+    factors = dropout_factors(tuple(scores.shape), *positions, options)
     if learnable_sink is not None:
         sinks = learnable_sink.to(torch.float64)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], -1)
@@ -57,9 +57,9 @@ def attention(
     # Replace 0 before the division: the gradient of 0 / 0 is NaN, even if the result is discarded later.
     total = total.masked_fill(empty, 1.0)
     weights = weights[..., : k.shape[1]]
-    out = (weights if factors is None else weights * factors) @ by_head(v, heads) / total
+    out = (weights if factors is None else weights * factors) @ to_head_layout(v, heads) / total
     lse = (pivot + total.log()).masked_fill(empty, -torch.inf).squeeze(-1)
-    return by_token(out, heads), lse
+    return to_token_layout(out, heads), lse
 
 
 def _finite_maximum(scores: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ Predicate = Callable[[Tensor, Tensor], Tensor]
 ``[Sq, Sk]``, or to ``[B, Sq, Sk]`` if batch rows differ."""
 
 
-class Masks(TypedDict, total=False):
+class MaskOptions(TypedDict, total=False):
     """Mask arguments; a pair is visible if all given masks allow it."""
 
     causal: bool
@@ -27,13 +27,13 @@ class Masks(TypedDict, total=False):
     cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None
     """See :func:`in_one_document`; one list for all batch rows or one for each."""
     seqused_k: Sequence[int] | None
-    """See :func:`is_used`."""
+    """See :func:`within_seqused`."""
     leftpad_k: Sequence[int] | None
-    """See :func:`begins_at`."""
+    """See :func:`after_leftpad`."""
     key_mask: Tensor | None
-    """See :func:`is_there`; bool ``[B, key positions]``."""
+    """See :func:`in_key_mask`; bool ``[B, key positions]``."""
     block_mask: Tensor | None
-    """See :func:`in_a_visible_block`; bool ``[query blocks, key blocks]``, with ``block_size``."""
+    """See :func:`in_visible_block`; bool ``[query blocks, key blocks]``, with ``block_size``."""
     block_size: int
     """Positions per block."""
 
@@ -77,29 +77,29 @@ def in_one_document(cu_seqlens: Sequence[int]) -> Predicate:
     return lambda q, k: number(q) == number(k)
 
 
-def is_used(lengths: Sequence[int]) -> Predicate:
+def within_seqused(lengths: Sequence[int]) -> Predicate:
     """Return the padding mask: queries of batch row b see the keys before position ``lengths[b]``."""
     ends = torch.tensor([int(length) for length in lengths], dtype=torch.int64)
     return lambda q, k: k < ends.to(k.device)[:, None, None]
 
 
-def begins_at(starts: Sequence[int]) -> Predicate:
+def after_leftpad(starts: Sequence[int]) -> Predicate:
     """Return the left padding mask: queries of batch row b see the keys from position ``starts[b]``."""
     begins = torch.tensor([int(start) for start in starts], dtype=torch.int64)
     return lambda q, k: k >= begins.to(k.device)[:, None, None]
 
 
-def is_there(key_mask: Tensor) -> Predicate:
+def in_key_mask(key_mask: Tensor) -> Predicate:
     """Return the key mask: queries of batch row b see the keys at positions p with ``key_mask[b, p]``."""
     return lambda q, k: key_mask.to(k.device)[:, k]
 
 
-def of_each_row(predicates: Sequence[Predicate]) -> Predicate:
+def per_batch_row(predicates: Sequence[Predicate]) -> Predicate:
     """Return the mask that applies one predicate to each batch row."""
     return lambda q, k: torch.stack([predicate(q, k) for predicate in predicates])
 
 
-def in_a_visible_block(block_mask: Tensor, block_size: int) -> Predicate:
+def in_visible_block(block_mask: Tensor, block_size: int) -> Predicate:
     """Return the block-sparse mask: a query in block i sees block j of keys if ``block_mask[i, j]``.
 
     Block i has the positions p with ``p // block_size == i``. R. Child, S. Gray, A. Radford and I.
@@ -108,7 +108,7 @@ def in_a_visible_block(block_mask: Tensor, block_size: int) -> Predicate:
     return lambda q, k: block_mask[q // block_size, k // block_size]
 
 
-def predicates(masks: Masks) -> list[Predicate]:
+def mask_predicates(masks: MaskOptions) -> list[Predicate]:
     """Return the predicates of the given mask arguments; a pair is visible if all of them hold."""
     result: list[Predicate] = []
     if masks.get("causal"):
@@ -119,39 +119,39 @@ def predicates(masks: Masks) -> list[Predicate]:
         result.append(lambda q, k: in_reach(q, k) | global_pair(q, k))
     boundaries: Any = masks.get("cu_seqlens")
     if boundaries is not None and isinstance(boundaries[0], (list, tuple)):
-        result.append(of_each_row([in_one_document(cu_seqlens) for cu_seqlens in boundaries]))
+        result.append(per_batch_row([in_one_document(cu_seqlens) for cu_seqlens in boundaries]))
     elif boundaries is not None:
         result.append(in_one_document(boundaries))
     starts, key_mask = masks.get("leftpad_k"), masks.get("key_mask")
     if starts is not None:
-        result.append(begins_at(starts))
+        result.append(after_leftpad(starts))
     if key_mask is not None:
-        result.append(is_there(key_mask))
+        result.append(in_key_mask(key_mask))
     lengths, pattern = masks.get("seqused_k"), masks.get("block_mask")
     if lengths is not None:
-        result.append(is_used(lengths))
+        result.append(within_seqused(lengths))
     if pattern is not None:
-        result.append(in_a_visible_block(pattern, masks["block_size"]))
+        result.append(in_visible_block(pattern, masks["block_size"]))
     return result
 
 
-def visible(q_positions: Tensor, k_positions: Tensor, **masks: Unpack[Masks]) -> Tensor:
+def visible(q_positions: Tensor, k_positions: Tensor, **masks: Unpack[MaskOptions]) -> Tensor:
     """Return which query sees which key, bool ``[Sq, Sk]``, or ``[B, Sq, Sk]`` if a mask differs between batch rows.
 
     ``q_positions [Sq]`` and ``k_positions [Sk]`` are integers in any order.
     """
-    return pairs(q_positions, k_positions, masks)
+    return evaluate_masks(q_positions, k_positions, masks)
 
 
-def pairs(q_positions: Tensor, k_positions: Tensor, masks: Masks) -> Tensor:
+def evaluate_masks(q_positions: Tensor, k_positions: Tensor, masks: MaskOptions) -> Tensor:
     """Evaluate :func:`visible`; ``masks`` may also contain arguments that are not masks."""
     q, k = q_positions[:, None], k_positions[None, :]
     result = torch.ones(len(q_positions), len(k_positions), dtype=torch.bool, device=q.device)
-    for predicate in predicates(masks):
+    for predicate in mask_predicates(masks):
         result = result & predicate(q, k)
     return result
 
 
-def by_batch(seen: Tensor) -> Tensor:
+def add_head_dim(seen: Tensor) -> Tensor:
     """Return the result of :func:`visible` with batch and head dims, ``[1 or B, 1, Sq, Sk]``."""
     return seen[None, None] if seen.dim() == 2 else seen[:, None]

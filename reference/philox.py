@@ -39,7 +39,7 @@ def _product(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return high_48 >> 16, ((high_48 & 0xFFFF) << 16) | (lower & 0xFFFF)
 
 
-def words(*numbers: int | Tensor) -> Words:
+def counter_words(*numbers: int | Tensor) -> Words:
     """Return a counter of four numbers below 2^32, or of int64 tensors that broadcast."""
     first, second, third, fourth = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
         *(torch.as_tensor(x, dtype=torch.int64) for x in numbers)

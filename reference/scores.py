@@ -7,34 +7,34 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from .masks import Masks, predicates
-from .philox import philox, words
+from .masks import MaskOptions, mask_predicates
+from .philox import counter_words, philox
 
 WORD_COUNT = 1 << 32
 
 
-class Scores(TypedDict, total=False):
+class ScoreOptions(TypedDict, total=False):
     """Arguments for score modifiers."""
 
     softmax_scale: float | None
     """Factor of ``q k^T``. Default: ``1 / sqrt(D)``."""
     softcap: float
-    """See :func:`capped`; 0 for none."""
+    """See :func:`apply_softcap`; 0 for none."""
     alibi_slopes: Tensor | None
-    """See :func:`alibi`; ``[H]`` or ``[B, H]``."""
+    """See :func:`alibi_bias`; ``[H]`` or ``[B, H]``."""
     dropout_p: float
-    """See :func:`kept`; 0 for no dropout."""
+    """See :func:`dropout_factors`; 0 for no dropout."""
     dropout_seed: int | None
     """64-bit key of :func:`.philox.philox`; required with ``dropout_p``."""
     first_head: int
     """Global index of the first head."""
 
 
-class Options(Masks, Scores, total=False):
+class AttentionOptions(MaskOptions, ScoreOptions, total=False):
     """Arguments for masks and score modifiers."""
 
 
-def capped(scores: Tensor, softcap: float) -> Tensor:
+def apply_softcap(scores: Tensor, softcap: float) -> Tensor:
     """Return ``cap * tanh(score / cap)``.
 
     Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024, arXiv:2408.00118, section 2.
@@ -42,7 +42,7 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(scores / softcap)
 
 
-def alibi(slopes: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+def alibi_bias(slopes: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
     """Return the ALiBi bias ``-slope * |p_q - p_k|``, float64 ``[1 or B, H, Sq, Sk]``.
 
     O. Press, N. Smith and M. Lewis, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
@@ -53,14 +53,16 @@ def alibi(slopes: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
     return -by_row[:, :, None, None] * distances
 
 
-def modified(scores: Tensor, q_positions: Tensor, k_positions: Tensor, options: Scores) -> Tensor:
+def apply_score_options(scores: Tensor, q_positions: Tensor, k_positions: Tensor, options: ScoreOptions) -> Tensor:
     """Return ``scores``, ``scale * q k^T`` ``[B, H, Sq, Sk]``, after softcap and ALiBi."""
     softcap, slopes = options.get("softcap", 0.0), options.get("alibi_slopes")
-    scores = capped(scores, softcap) if softcap else scores
-    return scores if slopes is None else scores + alibi(slopes, q_positions, k_positions)
+    scores = apply_softcap(scores, softcap) if softcap else scores
+    return scores if slopes is None else scores + alibi_bias(slopes, q_positions, k_positions)
 
 
-def kept(shape: tuple[int, ...], q_positions: Tensor, k_positions: Tensor, options: Scores) -> Tensor | None:
+def dropout_factors(
+    shape: tuple[int, ...], q_positions: Tensor, k_positions: Tensor, options: ScoreOptions
+) -> Tensor | None:
     """Return the dropout factors of weights of ``shape`` ``[B, H, Sq, Sk]``, float64; None without dropout.
 
     A factor is 0 with probability ``dropout_p``, else ``1 / (1 - dropout_p)`` (N. Srivastava et al., "Dropout: A Simple
@@ -75,7 +77,7 @@ def kept(shape: tuple[int, ...], q_positions: Tensor, k_positions: Tensor, optio
         raise ValueError(f"dropout_p is {dropout_p} without dropout_seed: pass a seed")
     batch, heads = (torch.arange(count) for count in shape[:2])
     heads = heads + options.get("first_head", 0)
-    counter = words(
+    counter = counter_words(
         q_positions[None, None, :, None],
         k_positions[None, None, None, :],
         heads[None, :, None, None],
@@ -86,7 +88,7 @@ def kept(shape: tuple[int, ...], q_positions: Tensor, k_positions: Tensor, optio
     return (first_word >= threshold).to(torch.float64) / (1 - dropout_p)
 
 
-def by_position(options: Options) -> bool:
+def uses_positions(options: AttentionOptions) -> bool:
     """Return True if any option of a call depends on positions."""
     slopes = options.get("alibi_slopes")
-    return bool(predicates(options)) or slopes is not None or options.get("dropout_p", 0.0) > 0
+    return bool(mask_predicates(options)) or slopes is not None or options.get("dropout_p", 0.0) > 0

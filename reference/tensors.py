@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_attention_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError if the shapes of q, k and v do not fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -24,18 +24,18 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def positions_or_default(
-    q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, *, needed: bool
+    q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, *, is_needed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the given positions, or 0, 1, 2, … by default.
 
     Raises:
-        ValueError: If positions do not fit, or if they are ``needed`` and a default would be ambiguous.
+        ValueError: If positions do not fit, or if they are ``is_needed`` and a default would be ambiguous.
     """
-    if needed and (q_positions is None) != (k_positions is None):
+    if is_needed and (q_positions is None) != (k_positions is None):
         raise ValueError(
             "only one of q_positions and k_positions is given: a mask, ALiBi and dropout need both, or neither"
         )
-    if needed and q_positions is None and q.shape[1] != k.shape[1]:
+    if is_needed and q_positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} tokens, k has {k.shape[1]}: a mask between different lengths needs q_positions and "
             "k_positions, because conventions differ"
@@ -53,12 +53,12 @@ def scale_or_default(q: Tensor, softmax_scale: float | None) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
 
 
-def by_head(x: Tensor, heads: int) -> Tensor:
+def to_head_layout(x: Tensor, heads: int) -> Tensor:
     """Convert ``[B, S, Hx, D]`` to float64 ``[B, H, S, D]``; query head h reads head ``h // (H / Hx)``."""
     return x.to(torch.float64).transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
 
 
-def by_token(x: Tensor, heads: int) -> Tensor:
-    """Convert ``[B, H, S, D]`` to ``[B, S, heads, D]``; the transpose of :func:`by_head`, which sums each group."""
+def to_token_layout(x: Tensor, heads: int) -> Tensor:
+    """Convert ``[B, H, S, D]`` to ``[B, S, heads, D]``; the transpose of :func:`to_head_layout`, which sums each group."""
     batch, all_heads, seqlen, dim = x.shape
     return x.reshape(batch, heads, all_heads // heads, seqlen, dim).sum(2).transpose(1, 2)

@@ -7,16 +7,16 @@ from .local.protocol import LocalAttention, LocalBackward, LocalForward, Support
 from .local.rectangles import RectangleAttention
 from .local.regions import rectangles
 from .local.registry import register_backend
+from .merge_states import merge
 from .ops import checkpoint_policy
-from .partials import merge
 from .ring import Ring
 from .schedule.layout import Documents, Layout, LayoutLike, Span
 from .schedule.mask import BlockMask, Longformer, Mask, bigbird, bounds, fixed, longformer, strided, visible_pairs
 from .schedule.schedule import Hop, Schedule, schedule
 from .session import Session
 from .shards import positions, shard, unshard
-from .trace import Span as TraceSpan
 from .trace import Trace
+from .trace import TraceSpan as TraceSpan
 
 __all__ = [
     "BlockMask",

@@ -1,6 +1,6 @@
 """The arguments of ``ring_attention`` in one record, from which everything else about them is derived.
 
-An :class:`Entry` states the values that an argument takes, what ranks compare, and how a torch.compile op carries it.
+An :class:`ArgSpec` states the values that an argument takes, what ranks compare, and how a torch.compile op carries it.
 The signature of ``ring_attention`` and :class:`Options` repeat the list for readers and type checkers; a test compares
 them with the record.
 """
@@ -18,18 +18,18 @@ from torch import Tensor
 
 from ..comm import GroupLike
 from ..kernels import KernelConfig
-from ..kernels.checks import LARGEST, LEAST_CAP, LEAST_SCALE
+from ..kernels.checks import MAX_SCALE, MIN_SCALE, MIN_SOFTCAP
 from ..kernels.ops import pack_config, unpack_config
-from ..kernels.scores import SEEDS
-from ..kinds import FLAG, Kind, instance, number, one_of, optional, whole
+from ..kernels.scores import SEED_RANGE
+from ..validators import FLAG, Validator, instance_validator, integer_between, optional, real_number, word_choice
 from .local.protocol import LocalAttention
 from .ring import Ring
-from .rows import Boundaries, is_by_row
-from .schedule.layout import MOST_POSITIONS, POSITIONS, Layout, LayoutLike
+from .row_packing import CuSeqlensLike, has_row_boundaries
+from .schedule.layout import MAX_POSITIONS, POSITIONS, Layout, LayoutLike
 from .schedule.mask import UNLIMITED, BlockMask, Longformer
-from .schedule.plan import PLANS
+from .schedule.plan import PLAN_CACHE_SIZE
 
-FIRST_HEADS = 1 << 31  # upper limit of first_head, exclusive
+FIRST_HEAD_LIMIT = 1 << 31  # upper limit of first_head, exclusive
 
 
 class Compare(Enum):
@@ -40,16 +40,16 @@ class Compare(Enum):
     OWN = "each rank may have its own value"
 
 
-class Entry(NamedTuple):
+class ArgSpec(NamedTuple):
     """Specification of one argument: op schema, conversions, values, and what ranks compare."""
 
     schema: str  # schema of the op arguments that carry it
     pack: Callable[[Any], Sequence[Any]] = lambda value: (value,)  # convert the argument to op arguments
     unpack: Callable[..., Any] = lambda value: value  # convert the op arguments back
-    kind: Kind | None = None  # values that the argument takes, if they can be checked without other arguments
-    agreed: Callable[[Any], object] | None = None
+    kind: Validator | None = None  # values that the argument takes, if they can be checked without other arguments
+    compared_value: Callable[[Any], object] | None = None
     """Read the value that ranks compare from a prepared call; None: compare the argument itself."""
-    compare: Compare = Compare.ALWAYS
+    compare_mode: Compare = Compare.ALWAYS
 
 
 # --- conversion for the op -----------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def _unpack_layout(table: Tensor | None, name: str | None) -> Layout | str | Non
     return name if table is None else _layout(table.numpy().tobytes())
 
 
-@lru_cache(maxsize=PLANS)
+@lru_cache(maxsize=PLAN_CACHE_SIZE)
 def _layout(table: bytes) -> Layout:
     spans: list[list[tuple[int, ...]]] = []
     for rank, *span in torch.frombuffer(bytearray(table), dtype=torch.int64).view(-1, 4).tolist():
@@ -100,16 +100,16 @@ def _unpack_mask(
     return _block_mask(blocks.numpy().tobytes(), blocks.shape[1], block)
 
 
-@lru_cache(maxsize=PLANS)
+@lru_cache(maxsize=PLAN_CACHE_SIZE)
 def _block_mask(visible: bytes, columns: int, block: int) -> BlockMask:
     return BlockMask(torch.frombuffer(bytearray(visible), dtype=torch.bool).view(-1, columns), block)
 
 
-def _pack_numbers(numbers: Boundaries | None) -> tuple[Tensor | None]:
+def _pack_numbers(numbers: CuSeqlensLike | None) -> tuple[Tensor | None]:
     if numbers is None or isinstance(numbers, Tensor):
         return (numbers,)
     values: list[Any] = list(numbers)
-    if is_by_row(values):  # pad shorter rows with empty documents
+    if has_row_boundaries(values):  # pad shorter rows with empty documents
         longest = max(1, *map(len, values))
         values = [number for row in values for number in (*row, *[*row[-1:], 0][:1] * (longest - len(row)))]
         return (torch.tensor(values, device="cpu").view(-1, longest),)
@@ -121,14 +121,14 @@ def _pack_numbers(numbers: Boundaries | None) -> tuple[Tensor | None]:
 def _pack_seed(seed: int | None) -> tuple[Tensor | None, bool]:
     if seed is None:
         return None, False
-    if not isinstance(seed, int) or not 0 <= seed < SEEDS:  # as int64, other values would alias valid seeds
+    if not isinstance(seed, int) or not 0 <= seed < SEED_RANGE:  # as int64, other values would alias valid seeds
         raise ValueError(f"dropout_seed is {seed!r}: it must be 0 to 2^64 - 1")
-    return torch.full((), signed(seed), dtype=torch.int64, device="cpu"), False
+    return torch.full((), signed_seed(seed), dtype=torch.int64, device="cpu"), False
 
 
-def signed(seed: int) -> int:
+def signed_seed(seed: int) -> int:
     """Return a 64-bit seed as a signed number, which fits an int64 tensor."""
-    return seed - SEEDS if seed >= SEEDS // 2 else seed
+    return seed - SEED_RANGE if seed >= SEED_RANGE // 2 else seed
 
 
 # --- allowed values --------------------------------------------------------------------------------------------------
@@ -141,16 +141,18 @@ def _sides(window_size: Any) -> Any:
 
 def _read_window(window_size: Any) -> tuple[int, int]:
     left, right = _sides(window_size)
-    return _SIDE.read(left), _SIDE.read(right)
+    return _SIDE.convert(left), _SIDE.convert(right)
 
 
-_SIDE = whole(-1, MOST_POSITIONS)
-_WINDOW = Kind("(left, right), whole numbers from 0 to 2^62 - 1, or -1 or None for no limit", _read_window)
-_CAP = number("a number from 1e-8 to 1e30, or 0 or None for none", lambda cap: cap == 0 or LEAST_CAP <= cap <= LARGEST)
-_SOFTCAP = Kind(_CAP.takes, lambda cap: 0.0 if cap is None else _CAP.read(cap))
-_SCALE = optional(number("a number from 1e-30 to 1e30", lambda value: LEAST_SCALE <= value <= LARGEST))
-_DROPOUT = number("a number of at least 0 and below 1", lambda value: 0 <= value < 1)
-_CONFIG = optional(instance("a kernels.KernelConfig", KernelConfig))
+_SIDE = integer_between(-1, MAX_POSITIONS)
+_WINDOW = Validator("(left, right), whole numbers from 0 to 2^62 - 1, or -1 or None for no limit", _read_window)
+_CAP = real_number(
+    "a number from 1e-8 to 1e30, or 0 or None for none", lambda cap: cap == 0 or MIN_SOFTCAP <= cap <= MAX_SCALE
+)
+_SOFTCAP = Validator(_CAP.expected, lambda cap: 0.0 if cap is None else _CAP.convert(cap))
+_SCALE = optional(real_number("a number from 1e-30 to 1e30", lambda value: MIN_SCALE <= value <= MAX_SCALE))
+_DROPOUT = real_number("a number of at least 0 and below 1", lambda value: 0 <= value < 1)
+_CONFIG = optional(instance_validator("a kernels.KernelConfig", KernelConfig))
 
 
 def _shape_of_slopes(call: Any) -> list[int] | None:
@@ -166,84 +168,103 @@ class AttentionArgs(NamedTuple):
 
     layout: Annotated[
         LayoutLike,
-        Entry("Tensor? layout, str? layout_name", _pack_layout, _unpack_layout, agreed=attrgetter("layouts.queries")),
-    ] = None
-    causal: Annotated[bool, Entry("bool causal", kind=FLAG, agreed=attrgetter("mask.causal"))] = False
-    window_size: Annotated[
-        tuple[int | None, int | None] | None,
-        Entry("SymInt[] window_size", lambda sides: (list(_sides(sides)),), tuple, _WINDOW, attrgetter("mask.window")),
-    ] = (UNLIMITED, UNLIMITED)
-    softmax_scale: Annotated[
-        float | None, Entry("float? softmax_scale", kind=_SCALE, agreed=attrgetter("softmax_scale"))
-    ] = None
-    softcap: Annotated[float | None, Entry("float? softcap", kind=_SOFTCAP)] = 0.0
-    learnable_sink: Annotated[
-        Tensor | None,
-        Entry("Tensor? learnable_sink", agreed=lambda call: getattr(call.args.learnable_sink, "dtype", None)),
-    ] = None
-    alibi_slopes: Annotated[Tensor | None, Entry("Tensor? alibi_slopes", agreed=_shape_of_slopes)] = None
-    dropout_p: Annotated[float, Entry("float dropout_p", kind=_DROPOUT)] = 0.0
-    dropout_seed: Annotated[
-        int | None,
-        Entry(
-            "Tensor? dropout_seed, bool drawn",  # drawn: every rank has drawn a seed, and rank 0's counts
-            _pack_seed,
-            lambda seed, drawn: None if seed is None else int(seed) if drawn else int(seed) % SEEDS,
-            kind=optional(whole(0, SEEDS - 1)),
-            agreed=lambda call: None if call.drawn else call.args.dropout_seed,  # None: rank 0 draws one
-            compare=Compare.CHANGING,
+        ArgSpec(
+            "Tensor? layout, str? layout_name",
+            _pack_layout,
+            _unpack_layout,
+            compared_value=attrgetter("layouts.queries"),
         ),
     ] = None
-    first_head: Annotated[int, Entry("SymInt first_head", kind=whole(0, FIRST_HEADS - 1))] = 0
+    causal: Annotated[bool, ArgSpec("bool causal", kind=FLAG, compared_value=attrgetter("mask.causal"))] = False
+    window_size: Annotated[
+        tuple[int | None, int | None] | None,
+        ArgSpec(
+            "SymInt[] window_size", lambda sides: (list(_sides(sides)),), tuple, _WINDOW, attrgetter("mask.window")
+        ),
+    ] = (UNLIMITED, UNLIMITED)
+    softmax_scale: Annotated[
+        float | None, ArgSpec("float? softmax_scale", kind=_SCALE, compared_value=attrgetter("softmax_scale"))
+    ] = None
+    softcap: Annotated[float | None, ArgSpec("float? softcap", kind=_SOFTCAP)] = 0.0
+    learnable_sink: Annotated[
+        Tensor | None,
+        ArgSpec("Tensor? learnable_sink", compared_value=lambda call: getattr(call.args.learnable_sink, "dtype", None)),
+    ] = None
+    alibi_slopes: Annotated[Tensor | None, ArgSpec("Tensor? alibi_slopes", compared_value=_shape_of_slopes)] = None
+    dropout_p: Annotated[float, ArgSpec("float dropout_p", kind=_DROPOUT)] = 0.0
+    dropout_seed: Annotated[
+        int | None,
+        ArgSpec(
+            "Tensor? dropout_seed, bool drawn",  # drawn: every rank has drawn a seed, and rank 0's counts
+            _pack_seed,
+            lambda seed, drawn: None if seed is None else int(seed) if drawn else int(seed) % SEED_RANGE,
+            kind=optional(integer_between(0, SEED_RANGE - 1)),
+            compared_value=lambda call: (
+                None if call.has_drawn_seed else call.args.dropout_seed
+            ),  # None: rank 0 draws one
+            compare_mode=Compare.CHANGING,
+        ),
+    ] = None
+    first_head: Annotated[int, ArgSpec("SymInt first_head", kind=integer_between(0, FIRST_HEAD_LIMIT - 1))] = 0
     cu_seqlens: Annotated[
-        Boundaries | None,
-        Entry("Tensor? cu_seqlens", _pack_numbers, agreed=attrgetter("mask.documents"), compare=Compare.CHANGING),
+        CuSeqlensLike | None,
+        ArgSpec(
+            "Tensor? cu_seqlens",
+            _pack_numbers,
+            compared_value=attrgetter("mask.documents"),
+            compare_mode=Compare.CHANGING,
+        ),
     ] = None
     seqused_k: Annotated[
         Iterable[int] | Tensor | None,
-        Entry("Tensor? seqused_k", _pack_numbers, agreed=attrgetter("mask.used"), compare=Compare.CHANGING),
+        ArgSpec(
+            "Tensor? seqused_k", _pack_numbers, compared_value=attrgetter("mask.used"), compare_mode=Compare.CHANGING
+        ),
     ] = None
-    key_mask: Annotated[Tensor | None, Entry("Tensor? key_mask", compare=Compare.CHANGING)] = None
+    key_mask: Annotated[Tensor | None, ArgSpec("Tensor? key_mask", compare_mode=Compare.CHANGING)] = None
     leftpad_k: Annotated[
-        Iterable[int] | Tensor | None, Entry("Tensor? leftpad_k", _pack_numbers, compare=Compare.CHANGING)
+        Iterable[int] | Tensor | None, ArgSpec("Tensor? leftpad_k", _pack_numbers, compare_mode=Compare.CHANGING)
     ] = None
     prefix_length: Annotated[
-        int | None, Entry("SymInt? prefix_length", kind=optional(POSITIONS), agreed=attrgetter("mask.prefix"))
+        int | None, ArgSpec("SymInt? prefix_length", kind=optional(POSITIONS), compared_value=attrgetter("mask.prefix"))
     ] = None
     block_mask: Annotated[
         Tensor | BlockMask | Longformer | None,
-        Entry(
+        ArgSpec(
             "Tensor? blocks, SymInt block, SymInt[]? longformer",
             _pack_mask,
             _unpack_mask,
-            agreed=attrgetter("mask.blocks", "mask.global_tokens"),
+            compared_value=attrgetter("mask.blocks", "mask.global_tokens"),
         ),
     ] = None
     kv_layout: Annotated[
         LayoutLike,
-        Entry(
-            "Tensor? kv_layout, str? kv_layout_name", _pack_layout, _unpack_layout, agreed=attrgetter("layouts.keys")
+        ArgSpec(
+            "Tensor? kv_layout, str? kv_layout_name",
+            _pack_layout,
+            _unpack_layout,
+            compared_value=attrgetter("layouts.keys"),
         ),
     ] = None
     align: Annotated[
         Literal["top-left", "bottom-right"] | None,
-        Entry("str? align", kind=optional(one_of("top-left", "bottom-right"))),
+        ArgSpec("str? align", kind=optional(word_choice("top-left", "bottom-right"))),
     ] = None
     backend: Annotated[
         str | LocalAttention,
         # an object becomes text, which the op refuses, because a graph cannot hold objects
-        Entry("str backend", lambda backend: (str(backend),), agreed=attrgetter("backend.name")),
+        ArgSpec("str backend", lambda backend: (str(backend),), compared_value=attrgetter("backend.name")),
     ] = "auto"
     config: Annotated[
         KernelConfig | None,
-        Entry("int[]? tiles, str[] choices", pack_config, unpack_config, kind=_CONFIG, compare=Compare.OWN),
+        ArgSpec("int[]? tiles, str[] choices", pack_config, unpack_config, kind=_CONFIG, compare_mode=Compare.OWN),
     ] = None
 
 
-ENTRIES: dict[str, Entry] = {
+ARG_SPECS: dict[str, ArgSpec] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(AttentionArgs, include_extras=True).items()
 }  # by argument name
-_KINDS = {name: entry.kind for name, entry in ENTRIES.items() if entry.kind is not None}
+_KINDS = {name: entry.kind for name, entry in ARG_SPECS.items() if entry.kind is not None}
 
 
 class Options(TypedDict, total=False):
@@ -261,7 +282,7 @@ class Options(TypedDict, total=False):
     dropout_p: float
     dropout_seed: int | None
     first_head: int
-    cu_seqlens: Boundaries | None
+    cu_seqlens: CuSeqlensLike | None
     seqused_k: Iterable[int] | Tensor | None
     key_mask: Tensor | None
     leftpad_k: Iterable[int] | Tensor | None
@@ -273,7 +294,7 @@ class Options(TypedDict, total=False):
     config: KernelConfig | None
 
 
-KEYWORDS = {
+KEYWORD_ALIASES = {
     "is_causal": "causal", "scale": "softmax_scale", "sm_scale": "softmax_scale", "process_group": "group",
     "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "seqlens_k": "seqused_k", "dropout": "dropout_p",
     "window": "window_size", "sinks": "learnable_sink", "s_aux": "learnable_sink", "logits_soft_cap": "softcap",
@@ -283,37 +304,37 @@ KEYWORDS = {
 }  # fmt: skip
 """Argument names of PyTorch, FlashAttention and transformers, with ours."""
 
-NEEDLESS = ("max_seqlen_q", "max_seqlen_k", "enable_gqa", "deterministic")
+UNNEEDED_KEYWORDS = ("max_seqlen_q", "max_seqlen_k", "enable_gqa", "deterministic")
 """Arguments of other libraries that are not needed here."""
 
 
 def unknown_keyword(name: str) -> TypeError:
     """Return the TypeError for an unknown keyword, which suggests ours."""
     text = f"ring_attention() got an unexpected keyword argument {name!r}"
-    if name in NEEDLESS:
+    if name in UNNEEDED_KEYWORDS:
         return TypeError(f"{text}: leave it out, it is not needed here")
-    ours = KEYWORDS.get(name) or next(iter(get_close_matches(name, Options.__annotations__, 1)), None)
+    ours = KEYWORD_ALIASES.get(name) or next(iter(get_close_matches(name, Options.__annotations__, 1)), None)
     return TypeError(text if ours is None else f"{text}: use {ours}")
 
 
-def take_args(given: dict[str, Any]) -> AttentionArgs:
+def take_args(local_vars: dict[str, Any]) -> AttentionArgs:
     """Move the arguments out of ``locals()``, which the frame keeps alive, so that it keeps no tensor."""
-    args = AttentionArgs(*[given[name] for name in AttentionArgs._fields])
-    given.clear()
+    args = AttentionArgs(*[local_vars[name] for name in AttentionArgs._fields])
+    local_vars.clear()
     return args
 
 
 def check_args(args: AttentionArgs) -> AttentionArgs:
     """Return the arguments in normal form. Check each on its own and raise ValueError."""
-    return args._replace(**{name: kind.of(name, getattr(args, name)) for name, kind in _KINDS.items()})
+    return args._replace(**{name: kind.check(name, getattr(args, name)) for name, kind in _KINDS.items()})
 
 
-def pack(args: AttentionArgs) -> tuple[Any, ...]:
+def pack_op_args(args: AttentionArgs) -> tuple[Any, ...]:
     """Convert the arguments to those of an op."""
-    return tuple(part for name, entry in ENTRIES.items() for part in entry.pack(getattr(args, name)))
+    return tuple(part for name, entry in ARG_SPECS.items() for part in entry.pack(getattr(args, name)))
 
 
-def unpack(packed: Iterable[Any]) -> AttentionArgs:
-    """Invert :func:`pack`. Extra elements at the end of ``packed`` are ignored."""
+def unpack_op_args(packed: Iterable[Any]) -> AttentionArgs:
+    """Invert :func:`pack_op_args`. Extra elements at the end of ``packed`` are ignored."""
     parts = iter(packed)
-    return AttentionArgs(*[entry.unpack(*islice(parts, entry.schema.count(",") + 1)) for entry in ENTRIES.values()])
+    return AttentionArgs(*[entry.unpack(*islice(parts, entry.schema.count(",") + 1)) for entry in ARG_SPECS.values()])

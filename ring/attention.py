@@ -9,14 +9,14 @@ import torch
 
 from ..comm import GroupLike
 from ..kernels import KernelConfig
-from ..kernels.checks import check_local
-from ..kinds import FLAG
+from ..kernels.checks import check_not_dtensor
+from ..validators import FLAG
 from .args import Options, take_args, unknown_keyword
 from .local.protocol import LocalAttention
-from .mesh import Rings, ranks_of
-from .ops import RingAttention, pack_handle, traced
-from .prepare import Call, autocast, check_tensors, prepare
-from .ring import Ring, device_of
+from .mesh import Rings, resolve_call_ranks
+from .ops import RingAttention, call_forward_op, pack_call_handle
+from .prepare import Call, autocast_inputs, check_tensors, prepare_call
+from .ring import Ring, call_device
 from .schedule.layout import LayoutLike
 from .schedule.mask import BlockMask, Longformer
 
@@ -164,25 +164,25 @@ def ring_attention(
     args = take_args(locals())
     if torch.compiler.is_compiling():
         for name, value in (("q", q), ("k", k), ("v", v), *args._asdict().items()):
-            check_local(name, value)
-        q, k, v = autocast(q, k, v)
-        out, lse = traced(q, k, v, args, ring, group)
+            check_not_dtensor(name, value)
+        q, k, v = autocast_inputs(q, k, v)
+        out, lse = call_forward_op(q, k, v, args, ring, group)
         return (out, lse) if return_lse else out
-    device = device_of(q, k, v)
-    ranks = ranks_of(group, device, ring)
-    with ranks._entered(device):
+    device = call_device(q, k, v)
+    ranks = resolve_call_ranks(group, device, ring)
+    with ranks._call_guard(device):
         check_tensors(q, k, v, args)
-        return_lse = FLAG.of("return_lse", return_lse)
-        q, k, v = autocast(q, k, v)
+        return_lse = FLAG.check("return_lse", return_lse)
+        q, k, v = autocast_inputs(q, k, v)
         needs_grad = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, learnable_sink)]
         call = Call(args, ranks, {"gradient": any(needs_grad)})
         if isinstance(ranks, Rings):
-            call.compare = {"gradient": (any(needs_grad[:3]), any(needs_grad)), "return_lse": return_lse}
-            prepare(call, q, k, v)
+            call.compared_fields = {"gradient": (any(needs_grad[:3]), any(needs_grad)), "return_lse": return_lse}
+            prepare_call(call, q, k, v)
         if call.exchange is not None:
             q, k, v = call.exchange.gather_tokens(call.exchange_number, q, k, v)
     # Outside the guard, because saved-tensor hooks raise on purpose: checkpointing stops its recomputation that way.
-    out, lse, _ = RingAttention.apply(None, q, k, v, *pack_handle(call))  # type: ignore[no-untyped-call]
+    out, lse, _ = RingAttention.apply(None, q, k, v, *pack_call_handle(call))  # type: ignore[no-untyped-call]
     results: tuple[Any, ...] = (out, lse) if return_lse else (out,)
     if call.exchange is not None:
         del q, k, v  # free memory for the exchange

@@ -17,10 +17,10 @@ from .local.rectangles import MergedForward, check_forward, check_result, row_do
 from .local.registry import check_supports
 from .schedule.mask import Mask
 
-_CHECKED: set[str] = set()  # names of kernels whose lse was checked for NaN
+_NAN_CHECKED: set[str] = set()  # names of kernels whose lse was checked for NaN
 
 
-def check_call(
+def check_kernel_features(
     kernel: LocalAttention, q: Tensor, v: Tensor, mask: Mask, scores: Scores, args: Any, *, has_backward: bool | None,
     by_row: bool,
 ) -> None:  # fmt: skip
@@ -72,7 +72,7 @@ def backward_backends(
     return [kernel.backward(*part, softmax_scale=softmax_scale, config=config) for part in parts]
 
 
-def check_backward(kernel: LocalAttention, dlse: Tensor | None) -> None:
+def check_dlse_support(kernel: LocalAttention, dlse: Tensor | None) -> None:
     """Raise ValueError if there is a gradient through lse and the kernel does not support it."""
     if dlse is not None and "lse_gradient" not in kernel.supports.features:
         raise ValueError(f"backend {kernel.name!r} does not support {FEATURES['lse_gradient']}")
@@ -90,11 +90,11 @@ def forward_result(
     parts = zip(chunks, backends, strict=True)
     results = [check_forward(kernel.name, run.result(), q[:, :, heads.q], v.shape[3]) for heads, run in parts]
     outs, lses = zip(*results, strict=True)
-    out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
-    if "nan_inputs" not in kernel.supports.features and (lse.device.type == "cpu" or kernel.name not in _CHECKED):
+    out, lse = cat_chunks(outs, 2).contiguous(), cat_chunks(lses, 1).contiguous()
+    if "nan_inputs" not in kernel.supports.features and (lse.device.type == "cpu" or kernel.name not in _NAN_CHECKED):
         if bool(lse.isnan().any()):
             raise RuntimeError(f"backend {kernel.name!r} returned NaN in lse, or q, k or v contain NaN")
-        _CHECKED.add(kernel.name)
+        _NAN_CHECKED.add(kernel.name)
     return out, lse
 
 
@@ -105,7 +105,7 @@ def backward_result(
     grads = [backend.result() for backend in backends]
     for heads, dq in zip(chunks, grads, strict=True):
         check_result(kernel.name, "dq", dq, q[:, :, heads.q].shape, q.dtype)
-    return joined(grads, 2).contiguous()
+    return cat_chunks(grads, 2).contiguous()
 
 
 def row_delta(kernel: LocalAttention, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
@@ -118,6 +118,6 @@ def row_delta(kernel: LocalAttention, dout: Tensor, out: Tensor, dlse: Tensor | 
     return delta if dlse is None else delta - dlse
 
 
-def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+def cat_chunks(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """Join the chunks of heads of a result."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

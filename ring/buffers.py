@@ -21,11 +21,11 @@ from .wire import Wire
 
 Tensors = tuple[torch.Tensor, ...]
 Pair = tuple[torch.Tensor, torch.Tensor]
-Span = Callable[[str, Hop], AbstractContextManager[None]]
-INSIDE, BETWEEN = 0, 1  # levels: inside a node (or a flat ring), and between nodes
+SpanHook = Callable[[str, Hop], AbstractContextManager[None]]
+INTRA_NODE, INTER_NODE = 0, 1  # levels: inside a node (or a flat ring), and between nodes
 
 
-class Kind(IntEnum):
+class TransferKind(IntEnum):
     """Content of a group of transfers. The values are the posting order within one hop."""
 
     RAIL = 0
@@ -35,10 +35,10 @@ class Kind(IntEnum):
     RETURN = 4
 
 
-KEY_VALUES = (Kind.RAIL, Kind.KV, Kind.PREFETCH)
+KV_KINDS = (TransferKind.RAIL, TransferKind.KV, TransferKind.PREFETCH)
 
 
-class Key(NamedTuple):
+class PostKey(NamedTuple):
     """Place of a group of transfers in the global posting order, which is the same on every rank.
 
     A group waits only for compute that depends on groups with smaller keys. Therefore no two ranks wait for each other.
@@ -46,18 +46,18 @@ class Key(NamedTuple):
 
     phase: str
     hop: int  # hop during which the group is posted
-    kind: Kind
-    brings: int  # K/V: the hop that they arrive for; dK/dV: the hop that sends them. Equal at both ends
+    kind: TransferKind
+    payload_hop: int  # K/V: the hop that they arrive for; dK/dV: the hop that sends them. Equal at both ends
     chunk: int
 
     def __str__(self) -> str:
-        coming = f" for hop {self.brings}"
+        coming = f" for hop {self.payload_hop}"
         what = {
-            Kind.RAIL: f"K/V by rail{coming}",
-            Kind.KV: f"K/V{coming}",
-            Kind.DKV: "dK/dV",
-            Kind.PREFETCH: f"K/V{coming}",
-            Kind.RETURN: "dK/dV by rail",
+            TransferKind.RAIL: f"K/V by rail{coming}",
+            TransferKind.KV: f"K/V{coming}",
+            TransferKind.DKV: "dK/dV",
+            TransferKind.PREFETCH: f"K/V{coming}",
+            TransferKind.RETURN: "dK/dV by rail",
         }[self.kind]
         return f"{self.phase} hop {self.hop}: {what}, chunk {self.chunk}"
 
@@ -70,7 +70,7 @@ class Heads(NamedTuple):
     q: slice
 
 
-def chunks_of(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
+def split_heads(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
     """Split the heads into ``count`` chunks of almost equal size; the first chunk is one of the largest."""
     edges = [-(-kv_heads * i // count) for i in range(count + 1)]
     group = heads // kv_heads
@@ -86,7 +86,7 @@ class MaskArgs(TypedDict):
     scores: Scores
 
 
-Posted = Callable[[object, Fence, Sequence[Fence], Sequence[tuple[int, int]], Sequence[tuple[int, int]]], None]
+PostHook = Callable[[object, Fence, Sequence[Fence], Sequence[tuple[int, int]], Sequence[tuple[int, int]]], None]
 """Callback for each posted group: key, fence, fences it waits for, and ``(peer, bytes)`` of its sends and receives."""
 
 
@@ -103,78 +103,78 @@ class RingCall:
     transports: tuple[Transport, ...]  # one per level
     kv_slots: Slots
     dkv_slots: Slots
-    span: Span  # context manager around compute and waits, for telemetry and traces
+    record_span: SpanHook  # context manager around compute and waits, for telemetry and traces
     chunks: tuple[Heads, ...]
     prefetch: int
     wire: Wire | None = None  # encoding of K/V; None: sent unchanged
     grad_wire: Wire | None = None
-    posted: Posted = ignore_post
-    waiting: Callable[[Hop], AbstractContextManager[object]] = nullcontext  # around waits outside any span
+    on_post: PostHook = ignore_post
+    record_wait: Callable[[Hop], AbstractContextManager[object]] = nullcontext  # around waits outside any span
     scores: Scores = PLAIN  # softcap, ALiBi and dropout of all heads
     posts: list[Fence] = field(default_factory=list)
 
     @cached_property
     def _scores(self) -> tuple[Scores, ...]:
-        return tuple(self.scores.of_heads(heads.q) for heads in self.chunks)
+        return tuple(self.scores.slice_heads(heads.q) for heads in self.chunks)
 
     def mask_args(self, hop_mask: HopMask, heads: Heads) -> MaskArgs:
         """Return the mask and score arguments of one part of a hop's mask, for one chunk of heads."""
         scores = self._scores[heads.number]
-        return {"bounds": hop_mask.bounds, "scores": scores if scores is PLAIN else hop_mask.place(scores)}
+        return {"bounds": hop_mask.bounds, "scores": scores if scores is PLAIN else hop_mask.with_positions(scores)}
 
     def mark(self) -> Fence:
         """Return a fence for the compute issued so far."""
-        return self.transports[INSIDE].mark()
+        return self.transports[INTRA_NODE].mark()
 
-    def post(self, level: int, key: Key, sends: Load, receives: Load, after: Sequence[Fence]) -> Fence | None:
+    def post(self, level: int, key: PostKey, sends: Payload, receives: Payload, after: Sequence[Fence]) -> Fence | None:
         """Post one group of transfers and return its fence; None if there is nothing to move."""
         if not sends.messages and not receives.messages:
             return None
         fence = self.transports[level].post(sends=sends.messages, receives=receives.messages, after=after)
         self.posts.append(fence)
-        self.posted(key, fence, after, sends.sizes, receives.sizes)
+        self.on_post(key, fence, after, sends.sizes, receives.sizes)
         return fence
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Wait for everything posted, so that the caller may reuse its tensors after the call.
 
         The newest fence comes first. If the posts of a level run in order on one stream, it covers all earlier ones.
         Between virtual ranks the receiver's stream reads what was sent, so every fence must be waited for.
         """
-        with self.waiting(self.plan.hops[-1]):
+        with self.record_wait(self.plan.hops[-1]):
             for fence in reversed(self.posts):
                 fence.wait()
 
 
-class Load(NamedTuple):
+class Payload(NamedTuple):
     """Messages to or from peers in one group of transfers."""
 
     messages: tuple[Message, ...] = ()
     sizes: tuple[tuple[int, int], ...] = ()  # (peer, bytes)
 
 
-NO_LOAD = Load()
+NO_PAYLOAD = Payload()
 
 
-def load(peer: int | None, tensors: Tensors, into: Tensors = ()) -> Load:
+def build_payload(peer: int | None, tensors: Tensors, into: Tensors = ()) -> Payload:
     """Build the messages for one peer. Empty tensors are skipped on both sides.
 
     If all ranks map the slots, ``into`` are this rank's own tensors at the place where the peer receives.
     """
     if peer is None:
-        return NO_LOAD
+        return NO_PAYLOAD
     nonempty = tuple(x for x in tensors if x.numel())
     messages: list[Message] = [Message(peer, x) for x in nonempty]
     if into:
         messages = [Placed(peer, x, place) for x, place in zip(tensors, into, strict=True) if x.numel()]
-    return Load(tuple(messages), tuple((peer, x.nbytes) for x in nonempty))
+    return Payload(tuple(messages), tuple((peer, x.nbytes) for x in nonempty))
 
 
-def together(loads: Sequence[Load]) -> Load:
+def combine_payloads(loads: Sequence[Payload]) -> Payload:
     """Combine the messages of several peers into one group of transfers."""
     if len(loads) == 1:
         return loads[0]
-    return Load(tuple(m for x in loads for m in x.messages), tuple(size for x in loads for size in x.sizes))
+    return Payload(tuple(m for x in loads for m in x.messages), tuple(size for x in loads for size in x.sizes))
 
 
 class Arrival(NamedTuple):
@@ -206,10 +206,10 @@ class RingBuffer:
         self._chunks = len(call.chunks)
         self._staging: dict[tuple[int, int], Tensors] = {}
         if len(call.plan.hops) > 1:
-            longest = self._shapes(call.plan.longest, call.chunks[0])
+            longest = self._shapes(call.plan.max_shard_keys, call.chunks[0])
             slots.reserve(slot_nbytes([spec for shape in longest for spec in self._specs(shape)]))
         shapes = tuple(x.shape for x in like)
-        self._kept = slots.kept((shapes, dtype, wire and wire.name, self._chunks, call.plan.lengths))
+        self._views = slots.form_cache((shapes, dtype, wire and wire.name, self._chunks, call.plan.lengths))
 
     def _shapes(self, tokens: int, heads: Heads) -> list[tuple[int, ...]]:
         return [(x.shape[0], tokens, heads.kv.stop - heads.kv.start, x.shape[3]) for x in self._like]
@@ -220,22 +220,24 @@ class RingBuffer:
     def buffers(self, slot: int, hop: Hop, heads: Heads) -> Tensors:
         """Return one chunk of a slot as the tensors that are sent for the shard of a hop. Cached between calls."""
         key = slot, self.call.plan.lengths[hop.index], heads.number
-        if key not in self._kept:
+        if key not in self._views:
             specs = [spec for shape in self._shapes(key[1], heads) for spec in self._specs(shape)]
-            self._kept[key] = self._slots.tensors(slot * self._chunks + heads.number, specs)
-        tensors: Tensors = self._kept[key]
+            self._views[key] = self._slots.tensors(slot * self._chunks + heads.number, specs)
+        tensors: Tensors = self._views[key]
         return tensors
 
-    def load(self, peer: int | None, slot: int | None, hop: Hop, heads: Heads, into: int | None = None) -> Load:
+    def slot_payload(
+        self, peer: int | None, slot: int | None, hop: Hop, heads: Heads, into: int | None = None
+    ) -> Payload:
         """Return :meth:`buffers` as messages to or from a peer; the receiver of a send puts them in slot ``into``."""
         if slot is None:
-            return NO_LOAD
+            return NO_PAYLOAD
         key = peer, slot, self.call.plan.lengths[hop.index], heads.number, into
-        if key not in self._kept:
+        if key not in self._views:
             mapped = self._slots.windows is not None
             places = self.buffers(into, hop, heads) if mapped and into is not None else ()
-            self._kept[key] = load(peer, self.buffers(slot, hop, heads), places)
-        messages: Load = self._kept[key]
+            self._views[key] = build_payload(peer, self.buffers(slot, hop, heads), places)
+        messages: Payload = self._views[key]
         return messages
 
     def staging(self, hop: Hop, heads: Heads) -> Tensors:
@@ -248,38 +250,38 @@ class RingBuffer:
 
     @cached_property
     def _scratch(self) -> Tensors:
-        sizes = [prod(shape) for shape in self._shapes(self.call.plan.longest, self.call.chunks[0])]
+        sizes = [prod(shape) for shape in self._shapes(self.call.plan.max_shard_keys, self.call.chunks[0])]
         return tuple(torch.empty(size, dtype=self._dtype, device=self._like[0].device) for size in sizes)
 
-    def encode(self, given: Tensors, into: Tensors) -> Tensors:
+    def encode(self, pair: Tensors, into: Tensors) -> Tensors:
         """Write a pair of tensors to ``into``, in the wire dtype if there is one."""
         if self._wire is None:
-            for x, place in zip(given, into, strict=True):
+            for x, place in zip(pair, into, strict=True):
                 place.copy_(x)
             return into
         half = len(into) // 2
-        for x, wire in zip(given, (into[:half], into[half:]), strict=True):
+        for x, wire in zip(pair, (into[:half], into[half:]), strict=True):
             self._wire.encode(x, wire)
         return into
 
-    def decode(self, travelled: Tensors, into: Tensors) -> Tensors:
+    def decode(self, encoded: Tensors, into: Tensors) -> Tensors:
         """Decode a received pair into ``into``."""
         assert self._wire is not None
-        half = len(travelled) // 2
-        for x, wire in zip(into, (travelled[:half], travelled[half:]), strict=True):
+        half = len(encoded) // 2
+        for x, wire in zip(into, (encoded[:half], encoded[half:]), strict=True):
             self._wire.decode(wire, x)
         return into
 
     def free(self, slot: int, heads: Heads) -> tuple[Fence, ...]:
         """Return the fences to wait for before this chunk of the slot may be overwritten."""
-        return self._slots.free(slot * self._chunks + heads.number)
+        return self._slots.pop_uses(slot * self._chunks + heads.number)
 
     def busy(self, slot: int | None, heads: Heads, fence: Fence | None) -> None:
         """Mark this chunk of the slot as used until ``fence``."""
         if slot is not None and fence is not None:
-            self._slots.busy(slot * self._chunks + heads.number, fence)
+            self._slots.add_use(slot * self._chunks + heads.number, fence)
 
-    def computed(self, slot: int | None, heads: Heads) -> None:
+    def mark_computed(self, slot: int | None, heads: Heads) -> None:
         """Mark this chunk of the slot as used by the compute issued so far, so that nothing arrives in it before."""
         if slot is not None:
-            self._slots.busy(slot * self._chunks + heads.number, self.call.mark())
+            self._slots.add_use(slot * self._chunks + heads.number, self.call.mark())

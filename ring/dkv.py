@@ -7,11 +7,22 @@ from collections.abc import Callable
 import torch
 
 from ..comm import Fence
-from .buffers import BETWEEN, INSIDE, Arrival, Heads, Key, Kind, RingBuffer, RingCall, Tensors, together
+from .buffers import (
+    INTER_NODE,
+    INTRA_NODE,
+    Arrival,
+    Heads,
+    PostKey,
+    RingBuffer,
+    RingCall,
+    Tensors,
+    TransferKind,
+    combine_payloads,
+)
 from .schedule.schedule import DKV_SLOTS, Hop
 
 # Slots of a two-level ring, after the rotating ones: for dK/dV that cross between nodes.
-LEAVING_SLOT, ARRIVING_SLOT = DKV_SLOTS, DKV_SLOTS + 1
+RETURN_SEND_SLOT, RETURN_RECV_SLOT = DKV_SLOTS, DKV_SLOTS + 1
 
 
 class DkvAccumulators(RingBuffer):
@@ -30,7 +41,7 @@ class DkvAccumulators(RingBuffer):
         self._by_rail: dict[int, Arrival] = {}  # per chunk: dK/dV of the own shard that arrive from another node
         self._totals: dict[int, Tensors] = {}  # per chunk: sum of dK/dV of the own shard over the nodes so far
 
-    def came(self, hop: Hop, heads: Heads) -> Callable[[], Tensors] | None:
+    def incoming_dkv(self, hop: Hop, heads: Heads) -> Callable[[], Tensors] | None:
         """Return a function that waits for the partial dK/dV from other ranks; None if this rank adds first."""
         arrival = self._arrivals.get((hop.index, heads.number))
         return None if arrival is None else lambda: self._read(arrival, hop, heads)
@@ -39,26 +50,26 @@ class DkvAccumulators(RingBuffer):
         """Return the fp32 tensors that this hop's dK/dV are written to."""
         slot, arrival = self._slot(hop), self._arrivals.get((hop.index, heads.number))
         if self.call.plan.is_outer_root(hop) or arrival is None:
-            with self.call.waiting(hop):
+            with self.call.record_wait(hop):
                 for fence in self.free(slot, heads):
                     fence.wait()  # protects the slot from being overwritten before its last send is done
             return self.buffers(slot, hop, heads) if self._wire is None else self.staging(hop, heads)
         return arrival.tensors if self._wire is None else self.staging(hop, heads)
 
-    def added(self, hop: Hop, heads: Heads) -> None:
+    def mark_added(self, hop: Hop, heads: Heads) -> None:
         """Mark that this rank's part is added: the arrived dK/dV are read and the outgoing ones are written."""
         slot = self._slot(hop)
         if self._wire is not None:
             self.encode(self.staging(hop, heads), self.buffers(slot, hop, heads))
         for used in {slot, hop.dkv_slot}:
-            self.computed(used, heads)
+            self.mark_computed(used, heads)
 
     def post(self, hop: Hop, heads: Heads) -> None:
         """Send this hop's dK/dV to the next rank and receive those of the next hop.
 
         At the end of the active range, also receive the dK/dV that return to the root of the outer step.
         """
-        sends = self.load(hop.dkv_to, hop.dkv_slot, hop, heads, into=hop.dkv_into)
+        sends = self.slot_payload(hop.dkv_to, hop.dkv_slot, hop, heads, into=hop.dkv_into)
         # Protects the outgoing dK/dV until the kernel has added to them. dK/dV that only pass through need no fence:
         # posts of one level run in order, so they have arrived.
         after = [self.call.mark()] if sends.messages and hop.computes else []
@@ -66,9 +77,11 @@ class DkvAccumulators(RingBuffer):
         for coming in arrivals:
             assert coming.dkv_slot is not None
             after += self.free(coming.dkv_slot, heads)  # protects the slot until its last compute and send are done
-        receives = together([self.load(coming.dkv_from, coming.dkv_slot, coming, heads) for coming in arrivals])
-        key = Key(self.call.phase, hop.index, Kind.DKV, hop.index, heads.number)
-        fence = self.call.post(INSIDE, key, sends, receives, after)
+        receives = combine_payloads(
+            [self.slot_payload(coming.dkv_from, coming.dkv_slot, coming, heads) for coming in arrivals]
+        )
+        key = PostKey(self.call.phase, hop.index, TransferKind.DKV, hop.index, heads.number)
+        fence = self.call.post(INTRA_NODE, key, sends, receives, after)
         self.busy(hop.dkv_slot if sends.messages else None, heads, fence)
         for coming in arrivals:
             assert coming.dkv_slot is not None
@@ -77,36 +90,40 @@ class DkvAccumulators(RingBuffer):
 
     def send_return(self, root: Hop, heads: Heads) -> None:
         """Send this node's dK/dV of the root's shard to its owner. Receive another node's dK/dV of the own shard."""
-        sends = self.load(root.return_to, LEAVING_SLOT, root, heads, into=ARRIVING_SLOT)
+        sends = self.slot_payload(root.return_to, RETURN_SEND_SLOT, root, heads, into=RETURN_RECV_SLOT)
         # protects the outgoing dK/dV until the kernel has added to them
         after: list[Fence] = [self.call.mark()] if sends.messages else []
         if root.return_from is not None:
-            after += self.free(ARRIVING_SLOT, heads)  # protects the slot until its last content is added to the total
-        key = Key(self.call.phase, root.index + self.call.plan.inner - 1, Kind.RETURN, self._own.index, heads.number)
-        receives = self.load(root.return_from, ARRIVING_SLOT, self._own, heads)
-        fence = self.call.post(BETWEEN, key, sends, receives, after)
-        self.busy(None if root.return_to is None else LEAVING_SLOT, heads, fence)
+            after += self.free(
+                RETURN_RECV_SLOT, heads
+            )  # protects the slot until its last content is added to the total
+        key = PostKey(
+            self.call.phase, root.index + self.call.plan.inner - 1, TransferKind.RETURN, self._own.index, heads.number
+        )
+        receives = self.slot_payload(root.return_from, RETURN_RECV_SLOT, self._own, heads)
+        fence = self.call.post(INTER_NODE, key, sends, receives, after)
+        self.busy(None if root.return_to is None else RETURN_SEND_SLOT, heads, fence)
         if root.return_from is not None:
-            self.busy(ARRIVING_SLOT, heads, fence)
-            self._by_rail[heads.number] = Arrival(fence, self.buffers(ARRIVING_SLOT, self._own, heads))
+            self.busy(RETURN_RECV_SLOT, heads, fence)
+            self._by_rail[heads.number] = Arrival(fence, self.buffers(RETURN_RECV_SLOT, self._own, heads))
 
-    def total(self, heads: Heads) -> Callable[[], Tensors] | None:
+    def returned_total(self, heads: Heads) -> Callable[[], Tensors] | None:
         """Return a function that gives the returned dK/dV of the own shard; None if nothing has returned."""
         if self._is_plain:
-            return self.came(self._own, heads)
+            return self.incoming_dkv(self._own, heads)
         return (lambda: self._totals[heads.number]) if heads.number in self._totals else None
 
-    def absorb(self, heads: Heads) -> None:
+    def add_returned(self, heads: Heads) -> None:
         """Add the dK/dV that returned since the last outer step to the total, in the order of the outer steps."""
-        slot: int | None = ARRIVING_SLOT
+        slot: int | None = RETURN_RECV_SLOT
         arrival = self._by_rail.pop(heads.number, None)
         if arrival is None:
             slot, arrival = self._own.dkv_slot, self._arrivals.pop((self._own.index, heads.number), None)
         if arrival is not None:
             self._add(self._read(arrival, self._own, heads), heads)
-            self.computed(slot, heads)
+            self.mark_computed(slot, heads)
 
-    def own(self, heads: Heads, dkdv: Tensors) -> Tensors:
+    def own_accumulator(self, heads: Heads, dkdv: Tensors) -> Tensors:
         """Return the tensors to add own dK/dV to: the gradients, or the total if more dK/dV return later."""
         if self._is_plain:
             return dkdv
@@ -115,12 +132,12 @@ class DkvAccumulators(RingBuffer):
             self._totals[heads.number] = dkdv if exact else self._own_shard(heads)
         return self._totals[heads.number]
 
-    def finish(self, heads: Heads, dkdv: Tensors) -> None:
+    def finish_own(self, heads: Heads, dkdv: Tensors) -> None:
         """Add the dK/dV that return last, after the own shard's kernels have started, and write the gradients."""
         if self._is_plain:
-            self.computed(self._own.dkv_slot, heads)
+            self.mark_computed(self._own.dkv_slot, heads)
             return
-        self.absorb(heads)
+        self.add_returned(heads)
         for target, total in zip(dkdv, self._totals[heads.number], strict=True):
             if target is not total:
                 target.copy_(total)
@@ -141,11 +158,11 @@ class DkvAccumulators(RingBuffer):
         return tuple(torch.empty(shape, dtype=torch.float32, device=self._like[0].device) for shape in shapes)
 
     def _read(self, arrival: Arrival, hop: Hop, heads: Heads) -> Tensors:
-        with self.call.waiting(hop):
+        with self.call.record_wait(hop):
             tensors = arrival.wait()
         return tensors if self._wire is None else self.decode(tensors, self.staging(hop, heads))
 
     def _slot(self, hop: Hop) -> int:
-        slot = LEAVING_SLOT if self.call.plan.is_outer_root(hop) else hop.dkv_slot
+        slot = RETURN_SEND_SLOT if self.call.plan.is_outer_root(hop) else hop.dkv_slot
         assert slot is not None
         return slot

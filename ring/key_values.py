@@ -7,7 +7,20 @@ from itertools import product
 import torch
 
 from ..comm import Fence
-from .buffers import BETWEEN, INSIDE, NO_LOAD, Arrival, Heads, Key, Kind, Pair, RingBuffer, RingCall, Tensors, load
+from .buffers import (
+    INTER_NODE,
+    INTRA_NODE,
+    NO_PAYLOAD,
+    Arrival,
+    Heads,
+    Pair,
+    PostKey,
+    RingBuffer,
+    RingCall,
+    Tensors,
+    TransferKind,
+    build_payload,
+)
 from .schedule.schedule import Hop
 
 
@@ -27,21 +40,21 @@ class KeyValues(RingBuffer):
         self._sent_keys: dict[int, Arrival] = {}  # per chunk: the part of the own pair that is sent, encoded
         self._arrivals: dict[tuple[int, int], Arrival] = {}
 
-    def advance(self, now: Hop, kind: Kind = Kind.KV) -> None:
-        """Post the K/V transfers that are due during hop ``now``.
+    def post_kv(self, hop: Hop, kind: TransferKind = TransferKind.KV) -> None:
+        """Post the K/V transfers that are due during hop ``hop``.
 
         Each group receives K/V of the hop ``coming`` and passes on K/V of an earlier hop. ``PREFETCH`` groups are
         posted behind the dK/dV of the hop, all others at its beginning.
         """
-        for (coming, leaving, to, by_rail, waits), heads in product(self._posts[now.index], self.call.chunks):
+        for (coming, leaving, to, by_rail, waits), heads in product(self._posts[hop.index], self.call.chunks):
             after: list[Fence] = []
-            sends, sent_slot = NO_LOAD, None
+            sends, sent_slot = NO_PAYLOAD, None
             if to is not None:
-                outgoing = self._held(leaving, heads)
+                outgoing = self._outgoing(leaving, heads)
                 sent_slot = leaving.kv_slot if leaving.index else self._own_slot
-                sends = load(to, outgoing.tensors)
+                sends = build_payload(to, outgoing.tensors)
                 if sent_slot is not None:
-                    sends = self.load(to, sent_slot, leaving, heads, into=self.call.plan.kv_slot(coming))
+                    sends = self.slot_payload(to, sent_slot, leaving, heads, into=self.call.plan.kv_slot(coming))
                 # Protects the outgoing K/V until they are here. K/V that arrived on this level need no wait, because
                 # its posts run in order.
                 if outgoing.fence is not None and waits:
@@ -50,14 +63,16 @@ class KeyValues(RingBuffer):
             if coming.kv_slot is not None:
                 after += self.free(coming.kv_slot, heads)  # protects the slot until its last compute and send are done
                 buffers = self.buffers(coming.kv_slot, coming, heads)
-            key = Key(self.call.phase, now.index, Kind.RAIL if by_rail else kind, coming.index, heads.number)
-            receives = self.load(coming.kv_from, coming.kv_slot, coming, heads)
-            fence = self.call.post(BETWEEN if by_rail else INSIDE, key, sends, receives, after)
+            key = PostKey(
+                self.call.phase, hop.index, TransferKind.RAIL if by_rail else kind, coming.index, heads.number
+            )
+            receives = self.slot_payload(coming.kv_from, coming.kv_slot, coming, heads)
+            fence = self.call.post(INTER_NODE if by_rail else INTRA_NODE, key, sends, receives, after)
             self.busy(sent_slot, heads, fence)
             self.busy(coming.kv_slot, heads, fence)
             self._arrivals[coming.index, heads.number] = Arrival(fence, buffers)
 
-    def arrived(self, hop: Hop, heads: Heads) -> Pair:
+    def wait_chunk(self, hop: Hop, heads: Heads) -> Pair:
         """Return K and V of a chunk in the model dtype. Work issued after this call runs after their arrival."""
         if hop.index == 0:
             return self._own[0][:, :, heads.kv], self._own[1][:, :, heads.kv]
@@ -66,19 +81,19 @@ class KeyValues(RingBuffer):
             pair = self.decode(pair, self.staging(hop, heads))
         return pair[0], pair[1]
 
-    def _held(self, hop: Hop, heads: Heads) -> Arrival:
+    def _outgoing(self, hop: Hop, heads: Heads) -> Arrival:
         if hop.index:
             return self._arrivals[hop.index, heads.number]
         if heads.number not in self._sent_keys:
             rows = self.call.plan.send_index
             own = tuple(x[:, :, heads.kv] for x in self._own)
             own = own if rows is None else tuple(x.index_select(1, rows) for x in own)
-            own = tuple(x.contiguous() for x in own) if self._own_slot is None else self._encoded(own, hop, heads)
+            own = tuple(x.contiguous() for x in own) if self._own_slot is None else self._encode_own(own, hop, heads)
             # protects k and v until the kernels that produce and encode them are done
             self._sent_keys[heads.number] = Arrival(self.call.mark(), own)
         return self._sent_keys[heads.number]
 
-    def _encoded(self, own: Tensors, hop: Hop, heads: Heads) -> Tensors:
+    def _encode_own(self, own: Tensors, hop: Hop, heads: Heads) -> Tensors:
         slot = self._own_slot
         assert slot is not None
         for fence in self.free(slot, heads):

@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from .buffers import Heads, Kind, MaskArgs, Pair, RingCall, Tensors
+from .buffers import Heads, MaskArgs, Pair, RingCall, Tensors, TransferKind
 from .dkv import DkvAccumulators
 from .key_values import KeyValues
 from .local.protocol import LocalBackward, LocalForward
@@ -42,18 +42,18 @@ def forward(call: RingCall, backends: Sequence[LocalForward], k: torch.Tensor, v
     """
     kv = KeyValues(call, k, v)
     for hop in call.plan.hops:
-        kv.advance(hop)
+        kv.post_kv(hop)
         hop_masks = call.plan.hop_masks[hop.index]
         if not hop_masks:
             continue
         for heads, backend in zip(call.chunks, backends, strict=True):
-            arrived_kv = arrived(call, kv, hop, heads)
-            with call.span("compute", hop):
+            arrived_kv = wait_kv(call, kv, hop, heads)
+            with call.record_span("compute", hop):
                 for hop_mask in hop_masks:
-                    final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
+                    final = hop.index == call.plan.last_launch_hop and hop_mask is hop_masks[-1]
                     backend.fold(*arrived_kv, **call.mask_args(hop_mask, heads), final=final)
-            kv.computed(hop.kv_slot, heads)
-    call.settle()
+            kv.mark_computed(hop.kv_slot, heads)
+    call.wait_all()
 
 
 def backward(
@@ -79,82 +79,82 @@ def backward(
     chunks = tuple(zip(call.chunks, backends, strict=True))
     posts_ahead = call.prefetch > 1
     for root, *remote_hops in call.plan.outer_steps:
-        kv.advance(root)
+        kv.post_kv(root)
         for heads, backend in chunks:
-            query_gradient(call, kv, backend, root, heads)
+            compute_dq(call, kv, backend, root, heads)
         for hop in remote_hops:
             if not posts_ahead:
-                kv.advance(hop)
+                kv.post_kv(hop)
             for heads, backend in chunks:
-                key_gradients(call, kv, dkv, backend, hop, heads)
+                compute_dkdv(call, kv, dkv, backend, hop, heads)
                 dkv.post(hop, heads)
                 if posts_ahead and heads is call.chunks[-1]:
-                    kv.advance(hop, Kind.PREFETCH)
-                query_gradient(call, kv, backend, hop, heads)
+                    kv.post_kv(hop, TransferKind.PREFETCH)
+                compute_dq(call, kv, backend, hop, heads)
         if call.plan.two_level:
             for heads, backend in chunks:
-                dkv.absorb(heads)
+                dkv.add_returned(heads)
                 if root.index:
-                    key_gradients(call, kv, dkv, backend, root, heads)
+                    compute_dkdv(call, kv, dkv, backend, root, heads)
                     dkv.send_return(root, heads)
     for heads, backend in chunks:
-        own_gradients(call, kv, dkv, backend, heads, tuple(x[:, :, heads.kv] for x in dkdv))
-    call.settle()
+        compute_own_dkdv(call, kv, dkv, backend, heads, tuple(x[:, :, heads.kv] for x in dkdv))
+    call.wait_all()
 
 
-def arrived(call: RingCall, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
+def wait_kv(call: RingCall, kv: KeyValues, hop: Hop, heads: Heads) -> Pair:
     """Wait for K and V of one chunk and return them."""
-    with call.span("wait", hop):
-        return moving.arrived(hop, heads)
+    with call.record_span("wait", hop):
+        return kv.wait_chunk(hop, heads)
 
 
-def query_gradient(call: RingCall, moving: KeyValues, backend: LocalBackward, hop: Hop, heads: Heads) -> None:
+def compute_dq(call: RingCall, kv: KeyValues, backend: LocalBackward, hop: Hop, heads: Heads) -> None:
     """Add the shard of this hop to dQ."""
     hop_masks = call.plan.hop_masks[hop.index]
     if not hop_masks:
         return
-    arrived_kv = arrived(call, moving, hop, heads)
-    with call.span("compute", hop):
+    arrived_kv = wait_kv(call, kv, hop, heads)
+    with call.record_span("compute", hop):
         for hop_mask in hop_masks:
-            final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
+            final = hop.index == call.plan.last_launch_hop and hop_mask is hop_masks[-1]
             backend.dq(*arrived_kv, **call.mask_args(hop_mask, heads), local=hop.index == 0, final=final)
     if not call.plan.is_outer_root(hop):  # dK/dV of a root read the same slot at the end of the outer step
-        moving.computed(hop.kv_slot, heads)
+        kv.mark_computed(hop.kv_slot, heads)
 
 
-def key_gradients(
-    call: RingCall, moving: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, hop: Hop, heads: Heads
+def compute_dkdv(
+    call: RingCall, kv: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, hop: Hop, heads: Heads
 ) -> None:
     """Add this rank's part to the partial dK/dV of another rank's shard."""
-    hop_masks, incoming_dkv = call.plan.hop_masks[hop.index], dkv.came(hop, heads)
+    hop_masks, incoming_dkv = call.plan.hop_masks[hop.index], dkv.incoming_dkv(hop, heads)
     if hop_masks:
-        out, arrived_kv = dkv.out(hop, heads), arrived(call, moving, hop, heads)
-        with call.span("compute", hop):
+        out, arrived_kv = dkv.out(hop, heads), wait_kv(call, kv, hop, heads)
+        with call.record_span("compute", hop):
             parts = [call.mask_args(hop_mask, heads) for hop_mask in hop_masks]
             for mask_args, accum, part_out in partial_sums(parts, incoming_dkv, out):
                 backend.dkdv(*arrived_kv, **mask_args, local=False, accum=accum, out=part_out)
         if call.plan.is_outer_root(hop):
-            moving.computed(hop.kv_slot, heads)
+            kv.mark_computed(hop.kv_slot, heads)
     elif incoming_dkv is not None and call.plan.is_outer_root(hop):
         for target, x in zip(dkv.out(hop, heads), incoming_dkv(), strict=True):
             target.copy_(x)
     else:
         return  # dK/dV that only pass through are sent on from the slot they arrived in
-    dkv.added(hop, heads)
+    dkv.mark_added(hop, heads)
 
 
-def own_gradients(
-    call: RingCall, moving: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, heads: Heads, dkdv: Tensors
+def compute_own_dkdv(
+    call: RingCall, kv: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, heads: Heads, dkdv: Tensors
 ) -> None:
     """Add this rank's part to the partial dK/dV that returned to it, and write the sum to ``dkdv``."""
     own = call.plan.hops[0]
-    returned_dkv, out = dkv.total(heads), dkv.own(heads, dkdv)
+    returned_dkv, out = dkv.returned_total(heads), dkv.own_accumulator(heads, dkdv)
     parts = [call.mask_args(hop_mask, heads) for hop_mask in call.plan.hop_masks[0]]
-    with call.span("compute", own):
-        own_kv = moving.arrived(own, heads)
+    with call.record_span("compute", own):
+        own_kv = kv.wait_chunk(own, heads)
         for mask_args, accum, part_out in partial_sums(parts, returned_dkv, out):
             backend.dkdv(*own_kv, **mask_args, local=True, accum=accum, out=part_out)
-    dkv.finish(heads, dkdv)
+    dkv.finish_own(heads, dkdv)
 
 
 def partial_sums(

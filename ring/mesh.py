@@ -17,7 +17,7 @@ from torch import Tensor
 from ..comm import Group, GroupLike, resolve_mesh
 from .ring import Ring, resolve_ring
 from .schedule.layout import Layout
-from .schedule.plan import PLANS
+from .schedule.plan import PLAN_CACHE_SIZE
 
 Mesh = tuple[Group, Group]  # this rank's groups along the ring and along the Ulysses dimension
 
@@ -38,9 +38,9 @@ class Rings(NamedTuple):
         return self.ring.size * self.ulysses.size
 
     @contextmanager
-    def _entered(self, device: torch.device) -> Iterator[None]:
+    def _call_guard(self, device: torch.device) -> Iterator[None]:
         """Guard one call on both rings. Report an error inside to the ranks of both dimensions."""
-        with self.ulysses._entered(device), self.ring._entered(device):
+        with self.ulysses._call_guard(device), self.ring._call_guard(device):
             yield
 
     def _agree(
@@ -56,14 +56,14 @@ class Rings(NamedTuple):
         try:
             return self.ring._agree(fields, device, values, always=always), number
         except ValueError:  # the refusing ranks have reported to every ring that they are in
-            self.ulysses._call_off(self.ring)
+            self.ulysses._cancel_agreed(self.ring)
             raise
 
-    def _draw_seed(self, drawn: int | None = None) -> int:
-        """Return the first rank's seed on every rank; ``drawn`` is a seed that this rank has drawn already."""
+    def _draw_seed(self, own_seed: int | None = None) -> int:
+        """Return the first rank's seed on every rank; ``own_seed`` is a seed that this rank has drawn already."""
         if self.ulysses.rank:
-            drawn = 0  # ignored; virtual ranks share a generator, whose next number belongs to the first rank
-        return self.ulysses._draw_seed(self.ring._draw_seed(drawn))
+            own_seed = 0  # ignored; virtual ranks share a generator, whose next number belongs to the first rank
+        return self.ulysses._draw_seed(self.ring._draw_seed(own_seed))
 
     def _gather(self, value: object, what: str) -> list[object]:
         """Return the value of each rank of the mesh, in rank order."""
@@ -71,7 +71,7 @@ class Rings(NamedTuple):
         return [values[ring_rank] for ring_rank in range(self.ring.size) for values in of_ulysses]
 
 
-def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Rings:
+def resolve_mesh_rings(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Rings:
     """Return the rings that calls with this mesh share.
 
     ``ring`` may be a ring of the first dimension with its own settings. The Ulysses ring takes its deadline from it. An
@@ -94,26 +94,28 @@ def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Ring
 Ranks = Ring | Rings  # the ranks of one call: a ring, or a two-dimensional mesh
 
 
-def ranks_of(group: GroupLike, device: torch.device, ring: Ring | None = None) -> Ranks:
+def resolve_call_ranks(group: GroupLike, device: torch.device, ring: Ring | None = None) -> Ranks:
     """Return the ring or rings that calls with this group share. ``ring`` is the one that the call passes, if any."""
     mesh = resolve_mesh(group)
-    return resolve_ring(ring, group, device) if mesh is None else rings_of(mesh, device, ring)
+    return resolve_ring(ring, group, device) if mesh is None else resolve_mesh_rings(mesh, device, ring)
 
 
-@lru_cache(maxsize=PLANS)
-def joined(layout: Layout, ulysses: int) -> Layout:
+@lru_cache(maxsize=PLAN_CACHE_SIZE)
+def ring_layout(layout: Layout, ulysses: int) -> Layout:
     """Return the layout of the ring: each ring rank holds the tokens of ``ulysses`` ranks of ``layout``."""
-    return Layout.from_positions(_held(layout, ulysses, place) for place in range(layout.world // ulysses))
+    return Layout.from_positions(
+        _ring_rank_positions(layout, ulysses, place) for place in range(layout.world // ulysses)
+    )
 
 
-@lru_cache(maxsize=PLANS)
-def shared(layout: Layout, ulysses: int, place: int) -> Layout:
+@lru_cache(maxsize=PLAN_CACHE_SIZE)
+def ulysses_layout(layout: Layout, ulysses: int, ring_rank: int) -> Layout:
     """Return which tokens of one ring rank, counted from 0, each of its ``ulysses`` ranks holds."""
-    positions = _held(layout, ulysses, place)
-    ranks = range(place * ulysses, (place + 1) * ulysses)
+    positions = _ring_rank_positions(layout, ulysses, ring_rank)
+    ranks = range(ring_rank * ulysses, (ring_rank + 1) * ulysses)
     return Layout.from_positions(torch.searchsorted(positions, layout.positions(rank)) for rank in ranks)
 
 
-def _held(layout: Layout, ulysses: int, place: int) -> Tensor:
-    ranks = range(place * ulysses, (place + 1) * ulysses)
+def _ring_rank_positions(layout: Layout, ulysses: int, ring_rank: int) -> Tensor:
+    ranks = range(ring_rank * ulysses, (ring_rank + 1) * ulysses)
     return torch.cat([layout.positions(rank) for rank in ranks]).sort().values

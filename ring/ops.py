@@ -19,18 +19,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import LocalGroup
-from ..comm.groups import dims_of
-from ..comm.kept import handle_of, of_handle
-from ..kernels.ops import NO_SLOPE
-from ..kernels.scores import SEEDS
+from ..comm.group_cache import create_handle, resolve_handle
+from ..comm.groups import mesh_groups
+from ..kernels.ops import SLOPES_GRADIENT_ERROR
+from ..kernels.scores import SEED_RANGE
 from . import loop, ulysses
-from .args import ENTRIES, AttentionArgs, pack, signed, unpack
-from .backends import backward_backends, backward_result, check_backward, forward_backends, forward_result, row_delta
-from .mesh import Rings, rings_of
-from .prepare import Call, check_tensors, prepare
+from .args import ARG_SPECS, AttentionArgs, pack_op_args, signed_seed, unpack_op_args
+from .backends import (
+    backward_backends,
+    backward_result,
+    check_dlse_support,
+    forward_backends,
+    forward_result,
+    row_delta,
+)
+from .mesh import Rings, resolve_mesh_rings
+from .prepare import Call, check_tensors, prepare_call
 from .ring import Ring, resolve_ring
 
-ONCE = "ring_attention has no second derivative: do not differentiate its gradients"
+NO_SECOND_DERIVATIVE = "ring_attention has no second derivative: do not differentiate its gradients"
 NAMESPACE = __package__.rpartition(".")[0].replace(".", "__")  # a renamed copy of the package gets its own ops
 
 
@@ -58,19 +65,19 @@ def sink_gradient(sink: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
 
 # --- arguments of an op -------------------------------------------------------------------------------------------
 
-_WHERE = "SymInt ring, SymInt member, str group, SymInt ulysses_member, str ulysses_group, SymInt call"
-SCHEMA = ", ".join([*(entry.schema for entry in ENTRIES.values()), _WHERE])
-INDEX = {argument.split()[-1]: index for index, argument in enumerate(SCHEMA.split(", "))}
+_RANKS_SCHEMA = "SymInt ring, SymInt member, str group, SymInt ulysses_member, str ulysses_group, SymInt call"
+SCHEMA = ", ".join([*(entry.schema for entry in ARG_SPECS.values()), _RANKS_SCHEMA])
+ARG_INDEX = {argument.split()[-1]: index for index, argument in enumerate(SCHEMA.split(", "))}
 _SINK, _SLOPES, _SEED, _DRAWN, _CALL = (
-    INDEX[name] for name in ("learnable_sink", "alibi_slopes", "dropout_seed", "drawn", "call")
+    ARG_INDEX[name] for name in ("learnable_sink", "alibi_slopes", "dropout_seed", "drawn", "call")
 )
 
 
-def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> list[Any]:
+def pack_call(args: AttentionArgs, ring: Ring | None, group: Any) -> list[Any]:
     """Pack a call, except q, k and v, into the arguments of an op."""
-    along_ring, along_ulysses = dims_of(group) or (group, None)
+    along_ring, along_ulysses = mesh_groups(group) or (group, None)
     where = (0 if ring is None else ring.number, *_group_names(along_ring), *_group_names(along_ulysses), 0)
-    packed = [*pack(args), *where]
+    packed = [*pack_op_args(args), *where]
     if args.dropout_p and args.dropout_seed is None:
         # Drawn by a torch op, so that checkpointing's recomputation repeats the number.
         packed[_SEED] = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
@@ -80,26 +87,26 @@ def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> list[Any]:
 
 def _group_names(group: Any) -> tuple[int, str]:
     if group is None or isinstance(group, LocalGroup):
-        return 0 if group is None else group.number, ""
+        return 0 if group is None else group.handle, ""
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()  # 1-D DeviceMesh
     return 0, str(process_group.group_name)
 
 
-def call_in_graph(packed: Sequence[Any], device: torch.device) -> Call:
-    """Unpack the call that :func:`pack_args` packed.
+def unpack_call(packed: Sequence[Any], device: torch.device) -> Call:
+    """Unpack the call that :func:`pack_call` packed.
 
     Raises:
         RuntimeError: its ring or group has been deleted.
     """
     *_, number, member, name, ulysses_member, ulysses_name, _call = packed
-    ring: Ring | None = _alive("ring", number)
+    ring: Ring | None = _find_live("ring", number)
     group, ulysses = _find_group(member, name), _find_group(ulysses_member, ulysses_name)
-    ranks = resolve_ring(ring, group, device) if ulysses is None else rings_of((group, ulysses), device, ring)
-    return Call(unpack(packed), ranks, {"gradient": None}, packed[_DRAWN])  # unknown in a graph
+    ranks = resolve_ring(ring, group, device) if ulysses is None else resolve_mesh_rings((group, ulysses), device, ring)
+    return Call(unpack_op_args(packed), ranks, {"gradient": None}, packed[_DRAWN])  # unknown in a graph
 
 
-def _alive(what: str, number: int) -> Any:
-    found: Any = of_handle(number)
+def _find_live(what: str, number: int) -> Any:
+    found: Any = resolve_handle(number)
     if number and found is None:
         raise RuntimeError(f"the {what} of a compiled call was deleted: keep it until the backward is done")
     return found
@@ -107,42 +114,42 @@ def _alive(what: str, number: int) -> Any:
 
 def _find_group(member: int, name: str) -> Any:
     c10d: Any = dist.distributed_c10d  # the same lookup as for functional collectives
-    return c10d._resolve_process_group(name) if name else _alive("group", member)
+    return c10d._resolve_process_group(name) if name else _find_live("group", member)
 
 
-_NOTHING = pack_args(AttentionArgs(), None, None)
+_EMPTY_ARGS = pack_call(AttentionArgs(), None, None)
 
 
-def pack_handle(call: Call) -> list[Any]:
+def pack_call_handle(call: Call) -> list[Any]:
     """Pack an eager call into op arguments: its handle, which lives as long as the call, and tensors for autograd."""
-    packed = [*_NOTHING]
+    packed = [*_EMPTY_ARGS]
     tensors = call.args.learnable_sink if call.number is None else call.sink, call.args.alibi_slopes
     packed[_SINK], packed[_SLOPES] = (x if isinstance(x, Tensor) else None for x in tensors)
-    packed[_CALL] = handle_of(call)
+    packed[_CALL] = create_handle(call)
     return packed
 
 
 # --- the ops --------------------------------------------------------------------------------------------------------
 
 
-def traced(
+def call_forward_op(
     q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring | None, group: Any
 ) -> tuple[Tensor, Tensor]:
     """Run the forward op from code that torch.compile traces."""
-    out, lse, _ = _FORWARD(q, k, v, *pack_args(args, ring, group))
+    out, lse, _ = _FORWARD(q, k, v, *pack_call(args, ring, group))
     return out, lse
 
 
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward. Return ``out``, ``lse``, and ``[seed, call number, exchange number]`` for the backward."""
-    call: Any = of_handle(args[_CALL])
+    call: Any = resolve_handle(args[_CALL])
     if call is None:
         return _forward_in_graph(q, k, v, *args)
-    with call.ranks._entered(q.device):
+    with call.ranks._call_guard(q.device):
         if call.number is None:
-            prepare(call, q, k, v)
+            prepare_call(call, q, k, v)
         else:  # over a mesh the call was prepared before the exchange
-            call.ring._agree({"call": "forward along the ring"}, q.device, of=call.number)
+            call.ring._agree({"call": "forward along the ring"}, q.device, forward_number=call.number)
         if call.rows is not None:
             q, k, v = call.rows.pack(q), call.rows.pack_keys(k), call.rows.pack_keys(v)
         with call.ring.call(call.plan, "forward", q, k, call.scores) as running:
@@ -158,7 +165,7 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
         out, lse = forward_result(call.backend, backends, running.chunks, q, v)
         if call.rows is not None:
             out, lse = call.rows.unpack(out), call.rows.unpack_lse(lse)
-    numbers = [signed(call.scores.dropout_seed), call.number, call.exchange_number]
+    numbers = [signed_seed(call.scores.dropout_seed), call.number, call.exchange_number]
     return _without_base(out), _without_base(lse), torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
@@ -168,14 +175,14 @@ def _without_base(x: Tensor) -> Tensor:
 
 
 def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    call = call_in_graph(args, q.device)
-    with call.ranks._entered(q.device), torch.no_grad():
+    call = unpack_call(args, q.device)
+    with call.ranks._call_guard(q.device), torch.no_grad():
         check_tensors(q, k, v, call.args)
         if isinstance(call.ranks, Rings):
-            prepare(call, q, k, v)
+            prepare_call(call, q, k, v)
         if call.exchange is not None:
             q, k, v = call.exchange.gather_tokens(call.exchange_number, q, k, v)
-    out, lse, numbers = _ring_attention(q, k, v, *pack_handle(call))
+    out, lse, numbers = _ring_attention(q, k, v, *pack_call_handle(call))
     if call.exchange is not None:
         del q, k, v  # free memory for the exchange
         with torch.no_grad():
@@ -183,7 +190,7 @@ def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tens
     return out, lse, numbers
 
 
-def gradients(
+def run_backward(
     dout: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,
@@ -199,13 +206,13 @@ def gradients(
     Raises:
         ValueError: another rank runs the backward of another forward.
     """
-    call: Any = of_handle(args[_CALL])
+    call: Any = resolve_handle(args[_CALL])
     if call is None:
         return _gradients_in_graph(dout, dlse, q, k, v, out, lse, numbers, *args)
     sink, rows = args[_SINK], call.rows
-    with call.ranks._entered(q.device):
-        check_backward(call.backend, dlse)
-        call.ring._agree({"call": "backward"}, q.device, of=call.number)
+    with call.ranks._call_guard(q.device):
+        check_dlse_support(call.backend, dlse)
+        call.ring._agree({"call": "backward"}, q.device, forward_number=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse, unpacked_kv = None if dlse is None else dlse.contiguous(), (k, v)
         if rows is not None:
@@ -233,26 +240,26 @@ def _gradients_in_graph(
 
     A graph over a mesh saves shards, so that q, k, v and the results must be exchanged first.
     """
-    call, (seed, call_number, exchange_number) = call_in_graph(args, q.device), numbers.tolist()
-    call.args = call.args._replace(dropout_seed=seed % SEEDS if call.args.dropout_p else None)
+    call, (seed, call_number, exchange_number) = unpack_call(args, q.device), numbers.tolist()
+    call.args = call.args._replace(dropout_seed=seed % SEED_RANGE if call.args.dropout_p else None)
     call.number, call.exchange_number = call_number, exchange_number
-    with call.ranks._entered(q.device):
-        prepare(call, q, k, v)
+    with call.ranks._call_guard(q.device):
+        prepare_call(call, q, k, v)
         if call.exchange is not None:
             (_, exchange), queries, keys = call.exchange
             fields = {"call": "backward in a graph", "gradient of lse": dlse is not None}
-            exchange._agree(fields, q.device, of=exchange_number)
+            exchange._agree(fields, q.device, forward_number=exchange_number)
             dout = torch.zeros_like(out) if dout is None else dout
-            tensors = [q, k, v, out, dout, *(ulysses.in_rows(x) for x in (lse, dlse) if x is not None)]
+            tensors = [q, k, v, out, dout, *(ulysses.lse_to_rows(x) for x in (lse, dlse) if x is not None)]
             shares = [queries, keys, keys, *[queries] * (len(tensors) - 3)]
             q, k, v, out, dout, *in_rows = ulysses.heads_for_tokens(exchange, shares, tensors)
-            lse, *more = map(ulysses.from_rows, in_rows)
+            lse, *more = map(ulysses.lse_from_rows, in_rows)
             dlse = more[0] if more else None
-    dq, dk, dv, dsink = gradients(dout, dlse, q, k, v, out, lse, numbers, *pack_handle(call))
+    dq, dk, dv, dsink = run_backward(dout, dlse, q, k, v, out, lse, numbers, *pack_call_handle(call))
     if call.exchange is not None:
         del q, k, v, out, dout, lse, dlse, tensors, in_rows, more  # free memory for the exchange
-        with call.ranks._entered(dq.device):
-            exchange._agree({"call": "gradients of a graph"}, dq.device, of=exchange_number)
+        with call.ranks._call_guard(dq.device):
+            exchange._agree({"call": "gradients of a graph"}, dq.device, forward_number=exchange_number)
             dq, dk, dv = ulysses.tokens_for_heads(exchange, shares[:3], (dq, dk, dv))
         sink = call.args.learnable_sink
         if sink is not None:
@@ -290,7 +297,7 @@ class RingAttention(torch.autograd.Function):
             q: queries ``[B, S, H, D]``.
             k: keys ``[B, Sk, Hkv, D]``.
             v: values ``[B, Sk, Hkv, Dv]``.
-            *args: op arguments, see :func:`pack_args` and :func:`pack_handle`.
+            *args: op arguments, see :func:`pack_call` and :func:`pack_call_handle`.
         """
         with torch._C._AutoDispatchBelowAutograd():
             out, lse, numbers = (
@@ -302,8 +309,8 @@ class RingAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(numbers)
         packed = [*args]
         if packed[_SLOPES] is not None and packed[_SLOPES].requires_grad:
-            raise ValueError(NO_SLOPE)
-        ctx.call = of_handle(packed[_CALL])  # keeps the call alive for the backward
+            raise ValueError(SLOPES_GRADIENT_ERROR)
+        ctx.call = resolve_handle(packed[_CALL])  # keeps the call alive for the backward
         packed[_SEED], packed[_DRAWN] = None, False
         # Save the slopes too, so that autograd detects in-place changes before the backward.
         ctx.tensors = [index for index, x in enumerate(packed) if isinstance(x, Tensor)]
@@ -336,14 +343,14 @@ def _autograd(keyset: Any, *args: Any) -> Any:
 
 
 def _refuse(ctx: Any, *_: Tensor) -> None:
-    raise RuntimeError(ONCE)
+    raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 _library: Any = torch.library
 _LIBRARY = _library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _defined(name: str, function: Any, tensors: str, returns: str, fake: Any) -> Any:
+def _define_op(name: str, function: Any, tensors: str, returns: str, fake: Any) -> Any:
     """Define an op without ``custom_op``, whose checks take more host time than everything else outside the hops."""
     # The op waits on the host and exchanges data with other ranks, which a CUDA graph cannot replay.
     tags = [tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None]
@@ -353,14 +360,14 @@ def _defined(name: str, function: Any, tensors: str, returns: str, fake: Any) ->
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-_GRADIENTS = _defined(
+_GRADIENTS = _define_op(
     "ring_attention_backward",
-    gradients,
+    run_backward,
     "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor numbers",
     "(Tensor, Tensor, Tensor, Tensor)",
     _fake_gradients,
 )
-_FORWARD = _defined(
+_FORWARD = _define_op(
     "ring_attention", _ring_attention, "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor, Tensor)", _fake_ring_attention
 )
 torch.library.register_autograd(f"{NAMESPACE}::ring_attention_backward", _refuse, lib=_LIBRARY)

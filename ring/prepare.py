@@ -1,6 +1,6 @@
 """Prepare a call: check its arguments, agree on them with the other ranks, and plan its transfers.
 
-One :func:`prepare` serves a ring, a two-dimensional mesh and a torch.compile graph.
+One :func:`prepare_call` serves a ring, a two-dimensional mesh and a torch.compile graph.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 from ..kernels import KernelConfig, Scores
-from ..kernels.checks import TRANSPOSED, check_local, check_shapes, check_tensor
-from .args import ENTRIES, FIRST_HEADS, AttentionArgs, Compare, Options, check_args
-from .backends import check_call
-from .checked import check_autograd
+from ..kernels.checks import TRANSPOSE_HINT, check_not_dtensor, check_shapes, check_tensor
+from .arg_checks import check_autograd
+from .args import ARG_SPECS, FIRST_HEAD_LIMIT, AttentionArgs, Compare, Options, check_args
+from .backends import check_kernel_features
 from .local.protocol import LocalAttention
 from .local.registry import resolve_backend
-from .mesh import Ranks, Rings, joined, shared
+from .mesh import Ranks, Rings, ring_layout, ulysses_layout
 from .ring import Ring
-from .rows import PackedRows, Rows, is_by_row, lengths_of, packed_rows, rows_of
-from .schedule.layout import Documents, Layout, LayoutLike, shifted
+from .row_packing import PackedRows, RowMasks, has_row_boundaries, lengths_per_row, pack_batch, split_row_masks
+from .schedule.layout import Documents, Layout, LayoutLike, shift_layout
 from .schedule.mask import UNLIMITED, BlockMask, Longformer, Mask
 from .schedule.plan import Plan, plan
 from .shards import resolve_layout
-from .ulysses import Exchange, Shares, heads_of
-from .wire import wire_of
+from .ulysses import Exchange, Shares, split_ulysses_heads
+from .wire import resolve_wire
 
-MOST_SCORED = 1 << 31  # limit of positions with dropout or ALiBi, because the kernels use 32 bits
-BY_POSITION = ("cu_seqlens", "seqused_k", "prefix_length", "block_mask")
+MAX_SCORED_POSITIONS = 1 << 31  # limit of positions with dropout or ALiBi, because the kernels use 32 bits
+POSITION_ARGS = ("cu_seqlens", "seqused_k", "prefix_length", "block_mask")
 """Arguments that are ambiguous if queries and keys are counted from different positions."""
-_COMPARED = {kind: [name for name, entry in ENTRIES.items() if entry.compare is kind] for kind in Compare}
+_COMPARED_NAMES = {kind: [name for name, entry in ARG_SPECS.items() if entry.compare_mode is kind] for kind in Compare}
 
 
 class Layouts(NamedTuple):
@@ -57,8 +57,8 @@ class Call:
 
     args: AttentionArgs
     ranks: Ranks
-    compare: Mapping[str, object]  # values that ranks compare besides the arguments
-    drawn: bool = False  # True if every rank has drawn a ``dropout_seed``; rank 0's counts
+    compared_fields: Mapping[str, object]  # values that ranks compare besides the arguments
+    has_drawn_seed: bool = False  # True if every rank has drawn a ``dropout_seed``; rank 0's counts
     number: int | None = None  # number of the forward among the calls of the ring
     exchange_number: int = 0  # number of the forward among the calls of the Ulysses ring
     softmax_scale: float = field(init=False)
@@ -78,7 +78,7 @@ class Call:
         return self.ranks.ring if isinstance(self.ranks, Rings) else self.ranks
 
 
-def prepare(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check a call and plan it. Agree on it with the other ranks, unless its forward has a number already.
 
     Over a mesh, the plan covers this ring: the tokens of all its ranks, and this rank's part of the heads.
@@ -91,46 +91,51 @@ def prepare(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     check_shapes(q, k, v)
     own_heads = own_kv_heads = slice(None)
     if isinstance(ranks, Rings):
-        heads, kv_heads = heads_of(q.shape[2], k.shape[2], ranks.ulysses.size)
+        heads, kv_heads = split_ulysses_heads(q.shape[2], k.shape[2], ranks.ulysses.size)
         own_heads, own_kv_heads = heads[ranks.ulysses.rank], kv_heads[ranks.ulysses.rank]
     own_count = k[:, :, own_kv_heads].shape[2]
     if ring.chunks > own_count:
         raise ValueError(f"chunks of the ring is {ring.chunks}, k has {own_count} heads: a chunk needs at least one")
-    wire_of(ring.wire_dtype, k.dtype)
+    resolve_wire(ring.wire_dtype, k.dtype)
     call.softmax_scale = 1.0 / sqrt(q.shape[3]) if args.softmax_scale is None else args.softmax_scale
     call.backend = resolve_backend(args.backend, q.device)
-    call.layouts = layouts = layouts_of(q, k, args, ranks)
-    call.args, rows, fields_of_rows = by_row(args, layouts, q.shape[0])
+    call.layouts = layouts = resolve_layouts(q, k, args, ranks)
+    call.args, rows, fields_of_rows = extract_row_masks(args, layouts, q.shape[0])
     call.mask = mask = build_mask(layouts, q.shape[0], call.args)
     if isinstance(ranks, Rings):
-        layouts = Layouts(*(joined(layout, ranks.ulysses.size) for layout in layouts))
-        tokens, keys = (shared(layout, ranks.ulysses.size, ring.rank) for layout in call.layouts)
+        layouts = Layouts(*(ring_layout(layout, ranks.ulysses.size) for layout in layouts))
+        tokens, keys = (ulysses_layout(layout, ranks.ulysses.size, ring.rank) for layout in call.layouts)
         call.exchange = Exchange(ranks, Shares(tokens, heads), Shares(keys, kv_heads))
     if rows is not None:
-        call.rows = packed_rows(rows, *layouts, ring.rank, q.device)
+        call.rows = pack_batch(rows, *layouts, ring.rank, q.device)
         layouts, mask = Layouts(call.rows.queries, call.rows.keys), replace(mask, documents=call.rows.documents)
-    call.sink, call.scores = sink_of(q, args.learnable_sink), scores_of(q, args, layouts)
-    if isinstance(ranks, Rings) and args.first_head > FIRST_HEADS - q.shape[2]:
+    call.sink, call.scores = check_sink(q, args.learnable_sink), build_scores(q, args, layouts)
+    if isinstance(ranks, Rings) and args.first_head > FIRST_HEAD_LIMIT - q.shape[2]:
         raise ValueError(
             f"first_head is {args.first_head}: with {q.shape[2]} heads of q over a mesh it must be 0 to "
-            f"{FIRST_HEADS - q.shape[2]}, so that the last head of every rank stays below 2^31"
+            f"{FIRST_HEAD_LIMIT - q.shape[2]}, so that the last head of every rank stays below 2^31"
         )
-    gradient = call.compare.get("gradient")
+    gradient = call.compared_fields.get("gradient")
     has_backward = bool(gradient[-1] if isinstance(gradient, tuple) else gradient)
-    check_call(call.backend, q, v, call.mask, call.scores, args, has_backward=has_backward, by_row=rows is not None)
+    check_kernel_features(
+        call.backend, q, v, call.mask, call.scores, args, has_backward=has_backward, by_row=rows is not None
+    )
     if call.number is None:
-        agree(call, q, k, v, fields_of_rows)
+        compare_call(call, q, k, v, fields_of_rows)
     if call.exchange is not None:
-        call.scores = call.scores.of_heads(own_heads)
+        call.scores = call.scores.slice_heads(own_heads)
         call.sink = None if call.sink is None else call.sink[own_heads]
-    call.config = ring.leaving_room(args.config)
+    call.config = ring.with_sm_margin(args.config)
     where = (ring.rank, ring.direction, q.device, ring.topology, ring.slots)
     call.plan = plan(layouts.queries, mask, *where, kv_layout=layouts.keys)
 
 
-def agree(call: Call, q: Tensor, k: Tensor, v: Tensor, fields_of_rows: dict[str, Any]) -> None:
+def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor, row_fields: dict[str, Any]) -> None:
     """Compare a call with those of the other ranks, draw the dropout seed, and open the ring."""
-    meant = {name: getattr(call.args, name) if e.agreed is None else e.agreed(call) for name, e in ENTRIES.items()}
+    meant = {
+        name: getattr(call.args, name) if e.compared_value is None else e.compared_value(call)
+        for name, e in ARG_SPECS.items()
+    }
     is_layout = [isinstance(layout, Layout) for layout in (call.args.layout, call.args.kv_layout)]
     fields = {
         "call": "forward",
@@ -141,13 +146,13 @@ def agree(call: Call, q: Tensor, k: Tensor, v: Tensor, fields_of_rows: dict[str,
         # compared before the layouts, which depend on a name and these numbers
         "tokens per rank": None if is_layout[0] else q.shape[1],
         "keys per rank": None if any(is_layout) else k.shape[1],
-        **{name: meant[name] for name in _COMPARED[Compare.ALWAYS]},
-        **call.compare,
+        **{name: meant[name] for name in _COMPARED_NAMES[Compare.ALWAYS]},
+        **call.compared_fields,
     }
-    values = {name: meant[name] for name in _COMPARED[Compare.CHANGING]} | fields_of_rows
+    values = {name: meant[name] for name in _COMPARED_NAMES[Compare.CHANGING]} | row_fields
     number = call.ranks._agree(fields, q.device, values)
     call.number, call.exchange_number = number if isinstance(number, tuple) else (number, 0)
-    if call.scores.dropout_p and (call.drawn or call.args.dropout_seed is None):
+    if call.scores.dropout_p and (call.has_drawn_seed or call.args.dropout_seed is None):
         call.scores = replace(call.scores, dropout_seed=call.ranks._draw_seed(call.args.dropout_seed))
     call.ring.open(q.device)
 
@@ -158,11 +163,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
         check_tensor(name, x, may_be_meta=x is not q)
     if args.learnable_sink is not None:
         check_tensor("learnable_sink", args.learnable_sink)
-    check_local("alibi_slopes", args.alibi_slopes)  # otherwise the dispatcher raises a misleading error
+    check_not_dtensor("alibi_slopes", args.alibi_slopes)  # otherwise the dispatcher raises a misleading error
     check_autograd("ring_attention", q, k, v)
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast floating tensors to the autocast dtype if autocast is on for their device, as SDPA does."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -171,25 +176,25 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> Layouts:
+def resolve_layouts(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> Layouts:
     """Return the layouts of a call, checked against this rank's shards."""
-    queries, kv_layout, align = _layout_of("q", "layout", args.layout, ring, q), args.kv_layout, args.align
+    queries, kv_layout, align = _resolve_shard_layout("q", "layout", args.layout, ring, q), args.kv_layout, args.align
     if align is not None and kv_layout is None and not isinstance(args.layout, Layout):
         kv_layout = args.layout
     if kv_layout is not None or (align is not None and ring.size == 1):
-        layouts = Layouts(queries, _layout_of("k", "kv_layout", kv_layout, ring, k))
-        return layouts if align is None else _aligned(layouts, align, args)
+        layouts = Layouts(queries, _resolve_shard_layout("k", "kv_layout", kv_layout, ring, k))
+        return layouts if align is None else _align_layouts(layouts, align, args)
     if k.shape[1] != q.shape[1]:
         swapped = k.shape[2] == q.shape[2] and k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
             f"k has {k.shape[1]} tokens, q has {q.shape[1]}: without kv_layout they must be equal. Pass kv_layout with "
             "the positions of the keys, or align if the layouts are names"
-            f"{TRANSPOSED if swapped else ''}"
+            f"{TRANSPOSE_HINT if swapped else ''}"
         )
     return Layouts(queries, queries)
 
 
-def _aligned(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
+def _align_layouts(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
     """Apply ``align`` to layouts that both count from 0: with ``bottom-right``, shift the shorter one to the end."""
     for name, layout in zip(("layout", "kv_layout"), layouts, strict=True):
         if layout.reach != layout.seqlen:
@@ -200,7 +205,7 @@ def _aligned(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
     more = layouts.keys.seqlen - layouts.queries.seqlen
     if align == "top-left" or not more:
         return layouts
-    for name in (*BY_POSITION, *(() if more > 0 else ("key_mask", "leftpad_k"))):
+    for name in (*POSITION_ARGS, *(() if more > 0 else ("key_mask", "leftpad_k"))):
         if getattr(args, name) is not None:
             raise ValueError(
                 f"{name} is given with align='bottom-right', {layouts.queries.seqlen} queries and "
@@ -208,32 +213,34 @@ def _aligned(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
                 "layout and kv_layout with both positions, without align"
             )
     if more > 0:
-        return layouts._replace(queries=shifted(layouts.queries, more))
-    return layouts._replace(keys=shifted(layouts.keys, -more))
+        return layouts._replace(queries=shift_layout(layouts.queries, more))
+    return layouts._replace(keys=shift_layout(layouts.keys, -more))
 
 
-def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ranks, x: Tensor) -> Layout:
+def _resolve_shard_layout(tensor: str, name: str, layout: LayoutLike, ring: Ranks, x: Tensor) -> Layout:
     rows = x.shape[1]
     seqlen = layout.seqlen if isinstance(layout, Layout) else rows * ring.size
     resolved = resolve_layout(layout, seqlen, ring.size, name)
     length = resolved.lengths[ring.rank]
     if rows != length:
-        swapped = TRANSPOSED if x.shape[2] == length else ""
+        swapped = TRANSPOSE_HINT if x.shape[2] == length else ""
         raise ValueError(f"{tensor} has {rows} tokens, {name} gives rank {ring.rank} {length}{swapped}")
     return resolved
 
 
-def by_row(args: AttentionArgs, layouts: Layouts, batch: int) -> tuple[AttentionArgs, Rows | None, dict[str, Any]]:
-    """Split off the mask arguments that let batch rows see different keys; see :func:`.rows.rows_of`.
+def extract_row_masks(
+    args: AttentionArgs, layouts: Layouts, batch: int
+) -> tuple[AttentionArgs, RowMasks | None, dict[str, Any]]:
+    """Split off the mask arguments that let batch rows see different keys; see :func:`.row_packing.split_row_masks`.
 
     Returns:
         ``args`` without them, the per-row masks (None if all rows see the same keys), and the values that ranks
         compare.
     """
     arguments = args.cu_seqlens, args.key_mask, args.leftpad_k, args.seqused_k
-    if args.key_mask is None and args.leftpad_k is None and not is_by_row(args.cu_seqlens):
+    if args.key_mask is None and args.leftpad_k is None and not has_row_boundaries(args.cu_seqlens):
         return args, None, {}
-    changes, rows, compared = rows_of(*arguments, batch=batch, keys=layouts.keys.reach, length=layouts.reach)
+    changes, rows, compared = split_row_masks(*arguments, batch=batch, keys=layouts.keys.reach, length=layouts.reach)
     slopes, pattern = args.alibi_slopes, args.block_mask
     problems = {
         "block_mask": pattern is not None and (batch > 1 or not isinstance(pattern, Longformer)),
@@ -249,7 +256,7 @@ def by_row(args: AttentionArgs, layouts: Layouts, batch: int) -> tuple[Attention
     return args._replace(**changes), rows, compared
 
 
-def mask_of(layouts: Layouts, batch: int, **options: Unpack[Options]) -> Mask:
+def mask_from_options(layouts: Layouts, batch: int, **options: Unpack[Options]) -> Mask:
     """Return the mask that options of ``ring_attention`` describe."""
     return build_mask(layouts, batch, check_args(AttentionArgs(**options)))  # type: ignore[misc]
 
@@ -262,7 +269,7 @@ def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
     documents = None if cu_seqlens is None else Documents(cu_seqlens)
     if documents is not None and documents.seqlen != layouts.reach:
         raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {layouts.reach}, the number of tokens")
-    lengths = None if used is None else lengths_of("seqused_k", used, batch, layouts.keys.reach)
+    lengths = None if used is None else lengths_per_row("seqused_k", used, batch, layouts.keys.reach)
     mask = Mask(args.causal, window, documents, _prefix(args.prefix_length, args.causal, layouts.reach), lengths)
     if isinstance(block_mask, Longformer):
         if window != (UNLIMITED, UNLIMITED):
@@ -282,13 +289,13 @@ def _blocks(block_mask: object, layouts: Layouts) -> BlockMask:
             f"{layouts.queries.reach} queries and {layouts.keys.reach} keys it must be {list(expected)}"
         )
     for name, layout in zip(("layout", "kv_layout"), layouts, strict=True):
-        blocks.check(name, layout)
+        blocks.check_layout(name, layout)
     return blocks
 
 
 def _equal_blocks(block_mask: object, reach: int) -> BlockMask:
     """Build a `BlockMask` from a tensor, whose number of rows gives the block size."""
-    check_local("block_mask", block_mask)
+    check_not_dtensor("block_mask", block_mask)
     if not isinstance(block_mask, Tensor) or block_mask.dim() != 2 or not len(block_mask):
         got = list(block_mask.shape) if isinstance(block_mask, Tensor) else type(block_mask).__name__
         raise ValueError(
@@ -312,7 +319,7 @@ def _prefix(length: int | None, causal: bool, reach: int) -> int:
     return length
 
 
-def sink_of(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:
+def check_sink(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:
     """Return the sink logits, one per query head, or raise ValueError."""
     if learnable_sink is None:
         return None
@@ -326,7 +333,7 @@ def sink_of(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:
     return learnable_sink
 
 
-def scores_of(q: Tensor, args: AttentionArgs, layouts: Layouts) -> Scores:
+def build_scores(q: Tensor, args: AttentionArgs, layouts: Layouts) -> Scores:
     """Return softcap, ALiBi and dropout of a call. A missing seed is drawn later."""
     alibi_slopes = args.alibi_slopes
     if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
@@ -335,7 +342,7 @@ def scores_of(q: Tensor, args: AttentionArgs, layouts: Layouts) -> Scores:
         raise ValueError(f"dropout_seed is {args.dropout_seed} with dropout_p 0: pass dropout_p, or no seed")
     scores = Scores(args.softcap or 0.0, alibi_slopes, args.dropout_p, args.dropout_seed or 0, args.first_head)
     scores.check_slopes(q.shape[0], q.shape[2], q.device)
-    if scores.by_position and layouts.reach > MOST_SCORED:
+    if scores.needs_positions and layouts.reach > MAX_SCORED_POSITIONS:
         name = "dropout_p" if args.dropout_p else "alibi_slopes"
         raise ValueError(f"layout reaches position {layouts.reach - 1}: with {name} positions must be below 2^31")
     return scores

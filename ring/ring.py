@@ -35,30 +35,30 @@ from ..comm import (
     windows_of,
 )
 from ..comm.control import Control
-from ..comm.cuda_threads import HOST, within
-from ..comm.kept import handle_of, kept_of
-from ..comm.registry import label
-from ..comm.topology.nvml import Reader
-from ..comm.topology.topology import discover
+from ..comm.cuda_threads import CPU_DEVICE, run_with_timeout
+from ..comm.group_cache import create_handle, get_group_cache
+from ..comm.registry import transport_label
+from ..comm.topology.nvml import GpuReader
+from ..comm.topology.topology import discover_topology
 from ..comm.watchdog.telemetry import Report
-from ..comm.watchdog.watch import ABORT_SECONDS, FailTogether, Watch, open_watch, ring_control
+from ..comm.watchdog.watch import ABORT_SECONDS, FailureGroup, Watch, open_watch, ring_control
 from ..kernels import PLAIN, KernelConfig, Scores
 from ..kernels.gpu import gpu_or_interpreter
-from ..kinds import shown
-from .buffers import Posted, RingCall, chunks_of
-from .checked import checked
-from .schedule.plan import PLANS, Plan
+from ..validators import short_repr
+from .arg_checks import check_ring_args
+from .buffers import PostHook, RingCall, split_heads
+from .schedule.plan import PLAN_CACHE_SIZE, Plan
 from .schedule.schedule import KV_SLOTS
 from .trace import Trace
-from .wire import grad_wire_of, wire_of
+from .wire import resolve_grad_wire, resolve_wire
 
 logger = logging.getLogger(__name__)
 
-IN_USE = (
+RING_IN_USE = (
     "this ring is in use by a call of another thread. Make one call at a time, in the same order on every rank, or use "
     "one Ring per thread."
 )
-CAPTURED = (
+GRAPH_CAPTURE = (
     "the current stream is captured into a CUDA graph, but a ring waits on the host for other ranks. Capture the code "
     "before and after the call instead."
 )
@@ -122,10 +122,10 @@ class Ring:
         limits: Limits | None = None,
         deadline: float | None = None,
     ) -> None:
-        transport, slots, prefetch, chunks, direction = checked(
+        transport, slots, prefetch, chunks, direction = check_ring_args(
             transport=transport, slots=slots, prefetch=prefetch, chunks=chunks, direction=direction
         )
-        topology, limits, deadline = checked(topology=topology, limits=limits, deadline=deadline)
+        topology, limits, deadline = check_ring_args(topology=topology, limits=limits, deadline=deadline)
         self.group: Group = resolve_group(group)
         self.rank, self.size = group_rank_size(self.group)
         if topology is not None and topology.world != self.size:
@@ -133,18 +133,18 @@ class Ring:
         self.direction = direction
         self.topology = topology
         self._prefetch = prefetch
-        self._set_depth(slots)
+        self._set_slots(slots)
         self.chunks = chunks
-        wire, self._grad_wire = wire_of(wire_dtype, torch.float32), grad_wire_of(grad_wire_dtype)
+        wire, self._grad_wire = resolve_wire(wire_dtype, torch.float32), resolve_grad_wire(grad_wire_dtype)
         # Compared between ranks by name, because a dtype can be passed as a torch dtype or as text.
         self.wire_dtype = None if wire is None else wire.name
         self.grad_wire_dtype = None if self._grad_wire is None else self._grad_wire.name
         self.limits = limits or Limits()
         self.deadline = deadline
         self._names = [*range(self.size)]  # rank numbers for error messages; in a mesh, ranks of the whole mesh
-        self._rings = FailTogether()
+        self._rings = FailureGroup()
         self._partners: dict[Group, Ring] = {}
-        self.number = handle_of(self)  # identifies this ring in a torch.compile graph
+        self.number = create_handle(self)  # identifies this ring in a torch.compile graph
         self._transport = transport
         self._transports: tuple[Transport, ...] = ()
         self._flat: Transport | None = None
@@ -154,7 +154,7 @@ class Ring:
         self._kv: Slots | None = None
         self._dkv: Slots | None = None
         self._warm: list[Plan] = []
-        self._exchanged = False
+        self._is_fully_connected = False
         self._trace: Trace | None = None
         self._control: Control | None = None
         self._values: Control | None = None
@@ -170,7 +170,7 @@ class Ring:
     def settings(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks of the ring."""
         return {
-            "transport": label(self._transport),
+            "transport": transport_label(self._transport),
             "limits": self.limits,
             "direction": self.direction,
             "topology": None if self.topology is None else self.topology.nodes,
@@ -181,10 +181,10 @@ class Ring:
             "grad_wire_dtype": self.grad_wire_dtype,
         }
 
-    def _set_depth(self, slots: int) -> None:
+    def _set_slots(self, slots: int) -> None:
         ring = self.topology
         hops = len(ring.nodes[0]) if ring is not None and ring.two_level else self.size
-        self.slots, self.prefetch = depth_of(slots, self._prefetch, hops)
+        self.slots, self.prefetch = check_slots(slots, self._prefetch, hops)
 
     def partner(self, group: Group) -> Ring:
         """Return the ring of the other mesh dimension, created on first use.
@@ -193,7 +193,7 @@ class Ring:
         this ring closes the partner.
         """
         if group not in self._partners:
-            ring = _default_ring(group, self.deadline)
+            ring = _new_ring(group, self.deadline)
             ring._rings = self._rings
             self._partners.setdefault(group, ring)
         return self._partners[group]
@@ -209,17 +209,17 @@ class Ring:
             ValueError: the ring is closed, or open on another device.
             TransportError: the ranks could not open the transports together.
         """
-        self._use(device)
+        self._get_watch(device)
         if not self._transports:
             if self.topology is None and device.type == "cuda" and not isinstance(self.group, LocalGroup):
-                self.topology = discover(self._shared(), device)
-                self._set_depth(self.slots)
-            self._transports = open_transports(self.group, transport=self._transport, **self._opening(device))
+                self.topology = discover_topology(self._get_control(), device)
+                self._set_slots(self.slots)
+            self._transports = open_transports(self.group, transport=self._transport, **self._open_options(device))
             self._opened.extend(self._transports)
         return self._transports
 
-    def _opening(self, device: torch.device) -> dict[str, Any]:
-        return {"device": device, "topology": self.topology, "limits": self.limits, "control": self._shared()}
+    def _open_options(self, device: torch.device) -> dict[str, Any]:
+        return {"device": device, "topology": self.topology, "limits": self.limits, "control": self._get_control()}
 
     def open_flat(self, device: torch.device) -> Transport:
         """Return a transport that reaches every rank of the group, opened on first use."""
@@ -229,16 +229,16 @@ class Ring:
         if self._flat is None:
             # The transport between nodes reaches all ranks.
             transport = self._transport if callable(self._transport) else transports[-1].name
-            self._flat = open_transport(self.group, transport=transport, **self._opening(device))
+            self._flat = open_transport(self.group, transport=transport, **self._open_options(device))
             self._opened.append(self._flat)
         return self._flat
 
     @property
     def transport(self) -> str:
         """Name of the transport in use, or the argument before the first call."""
-        return self._transports[0].name if self._transports else label(self._transport)
+        return self._transports[0].name if self._transports else transport_label(self._transport)
 
-    def leaving_room(self, config: KernelConfig | None) -> KernelConfig | None:
+    def with_sm_margin(self, config: KernelConfig | None) -> KernelConfig | None:
         """Return ``config`` with ``sm_margin`` set, so that persistent kernels leave multiprocessors for transfers.
 
         A config that sets ``sm_margin`` itself, or has no persistent kernels, is returned unchanged.
@@ -254,13 +254,13 @@ class Ring:
         self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores = PLAIN
     ) -> Iterator[RingCall]:
         """Yield the `RingCall` that the loops run on. Report an error inside to the other ranks."""
-        with self._watched(phase, q.device) as watch:
+        with self._watched_call(phase, q.device) as watch:
             transports = self.open(q.device)
             if not any(plan is known for known in self._warm):
                 for transport, edges in zip(transports, plan.edges, strict=False):
                     transport.warm_up(edges)
-                self._warm = [*self._warm[1 - PLANS :], plan]
-            wire = wire_of(self.wire_dtype, k.dtype)
+                self._warm = [*self._warm[1 - PLAN_CACHE_SIZE :], plan]
+            wire = resolve_wire(self.wire_dtype, k.dtype)
             windows = windows_of(transports)
             own = wire is not None or windows is not None  # one more slot, which the rank's own K/V leave from
             self._kv = self._slots(self._kv, (plan.kv_slots + own) * self.chunks, q.device, windows)
@@ -271,40 +271,40 @@ class Ring:
                 transports=transports,
                 kv_slots=self._kv,
                 dkv_slots=self._dkv,
-                span=watch.span,
-                chunks=chunks_of(self.chunks, q.shape[2], k.shape[2]),
+                record_span=watch.span,
+                chunks=split_heads(self.chunks, q.shape[2], k.shape[2]),
                 prefetch=self.prefetch,
                 wire=wire,
                 grad_wire=self._grad_wire,
-                posted=watch.posted,
+                on_post=watch.add_post,
                 scores=scores,
             )
-            yield call if self._trace is None else self._trace.watching(call)
+            yield call if self._trace is None else self._trace.wrap_call(call)
 
     @contextmanager
-    def _exchange(self, phase: str, device: torch.device) -> Iterator[tuple[Transport, Posted]]:
+    def _exchange(self, phase: str, device: torch.device) -> Iterator[tuple[Transport, PostHook]]:
         """Yield a transport to every rank and the hook for its posts. Report an error inside to the other ranks."""
         transport = self.open_flat(device)
-        with self._watched(phase, device) as watch:
-            if not self._exchanged:  # connect every pair of ranks, not only neighbours on the ring
+        with self._watched_call(phase, device) as watch:
+            if not self._is_fully_connected:  # connect every pair of ranks, not only neighbours on the ring
                 transport.warm_up([*permutations(range(self.size), 2)])
-                self._exchanged = True
-            yield transport, watch.posted
+                self._is_fully_connected = True
+            yield transport, watch.add_post
 
     @contextmanager
-    def _watched(self, phase: str, device: torch.device) -> Iterator[Watch]:
-        watch = self._use(device)
-        watch.begin(phase)
+    def _watched_call(self, phase: str, device: torch.device) -> Iterator[Watch]:
+        watch = self._get_watch(device)
+        watch.begin_loop(phase)
         try:
             yield watch
         except BaseException as error:
             self._broken = repr(error)
-            raised = watch.failed(error)
+            raised = watch.report_failure(error)
             if raised is error:
                 raise
             raise raised from error
         finally:
-            watch.end()
+            watch.end_loop()
 
     @staticmethod
     def _slots(slots: Slots | None, count: int, device: torch.device, windows: Windows | None) -> Slots:
@@ -316,7 +316,7 @@ class Ring:
         return Slots(count, device, windows)
 
     @contextmanager
-    def _entered(self, device: torch.device) -> Iterator[None]:
+    def _call_guard(self, device: torch.device) -> Iterator[None]:
         """Guard one call from its checks to its end. Report any error inside to the other ranks.
 
         Raises:
@@ -332,25 +332,25 @@ class Ring:
         if isinstance(self.group, LocalGroup):
             self.group.check_thread()
         if not self._busy.acquire(blocking=False):
-            self._misused = RuntimeError(IN_USE)
+            self._misused = RuntimeError(RING_IN_USE)
             if self._watch is not None:
-                self._watch.failed(self._misused)
+                self._watch.report_failure(self._misused)
             raise self._misused
         try:
-            watch = self._use(device) if self._watch is None or self._closed else self._watch
-            watch.enter()
+            watch = self._get_watch(device) if self._watch is None or self._closed else self._watch
+            watch.begin_call()
             try:
-                self._use(device)
+                self._get_watch(device)
                 if _is_capturing(device):
-                    raise NotImplementedError(CAPTURED)
+                    raise NotImplementedError(GRAPH_CAPTURE)
                 yield
                 if self._misused is not None:
                     raise self._misused
             except BaseException as error:
-                watch.left(error)
+                watch.report_call_error(error)
                 raise
             finally:
-                watch.leave()
+                watch.end_call()
         finally:
             self._busy.release()
 
@@ -360,29 +360,31 @@ class Ring:
         device: torch.device,
         values: Mapping[str, object] | None = None,
         *,
-        of: int | None = None,
+        forward_number: int | None = None,
         always: bool = False,
     ) -> int:
-        """Compare the fields of a call with all other ranks and return the number of the call. See `Watch.agree`."""
-        common = {"device": device.type, **self.settings, **VERSIONS} if of is None else {}
-        return self._use(device).agree({**fields, **common}, values, of=of, always=always)
+        """Compare the fields of a call with all other ranks and return the number of the call. See `Watch.agree_on_call`."""
+        common = {"device": device.type, **self.settings, **VERSIONS} if forward_number is None else {}
+        return self._get_watch(device).agree_on_call(
+            {**fields, **common}, values, forward_number=forward_number, is_forced=always
+        )
 
-    def _call_off(self, other: Ring) -> None:
+    def _cancel_agreed(self, other: Ring) -> None:
         """Cancel the agreed call because another ring of these ranks refused it."""
-        if self._watch is not None and other._watch is not None and other._watch.stopped() is None:
-            self._watch.call_off()
+        if self._watch is not None and other._watch is not None and other._watch.failure_reason() is None:
+            self._watch.cancel_call()
 
-    def _draw_seed(self, drawn: int | None = None) -> int:
+    def _draw_seed(self, own_seed: int | None = None) -> int:
         """Return a 63-bit seed from rank 0's torch generator, equal on every rank. One round trip through the store.
 
         Args:
-            drawn: the seed that this rank has drawn already, if every rank has drawn one. Rank 0's counts.
+            own_seed: the seed that this rank has drawn already, if every rank has drawn one. Rank 0's counts.
         """
         if self.rank:
-            drawn = None
-        elif drawn is None:
-            drawn = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-        seed = self._gather(drawn, "the seed of dropout")[0]
+            own_seed = None
+        elif own_seed is None:
+            own_seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+        seed = self._gather(own_seed, "the seed of dropout")[0]
         assert isinstance(seed, int)
         return seed
 
@@ -393,11 +395,11 @@ class Ring:
         watch = self._watch
         assert watch is not None
         if self._values is None:
-            self._values = self._shared().fresh_scope("values")
+            self._values = self._get_control().new_scope("values")
         try:
-            return self._values.gather(value, what=what, stop=watch.stopped)
+            return self._values.gather(value, what=what, stop=watch.failure_reason)
         except TransportError as error:  # another rank may have failed before it sent its value
-            raise watch.failed(error) from error
+            raise watch.report_failure(error) from error
 
     def telemetry(self) -> tuple[Report, ...]:
         """Return what this rank knows about every rank and how old that is. Empty before the first call.
@@ -406,7 +408,7 @@ class Ring:
         """
         return self._watch.telemetry() if self._watch is not None else ()
 
-    def _use(self, device: torch.device) -> Watch:
+    def _get_watch(self, device: torch.device) -> Watch:
         if self._closed:
             raise ValueError("ring is closed: create a new Ring")
         self._check_process()
@@ -415,17 +417,17 @@ class Ring:
             self._watch = open_watch(
                 self.group,
                 device,
-                control=self._shared(),
+                control=self._get_control(),
                 deadline=self.deadline,
                 transports=self._opened.copy,
-                rings=self._rings,
-                gauges=Reader(device) if device.type == "cuda" else None,
+                failure_group=self._rings,
+                gauges=GpuReader(device) if device.type == "cuda" else None,
             )
         if self._device != device:
             raise ValueError(f"q is on {device}, but this ring works on {self._device}: use one Ring per device")
         return self._watch
 
-    def _shared(self) -> Control:
+    def _get_control(self) -> Control:
         """Return the host-side control channel of the ranks. Its waits never exceed the deadline."""
         if self._control is None:
             self._control = ring_control(self.group, self.deadline)
@@ -465,9 +467,9 @@ class Ring:
         steps: list[Callable[[], object]] = []
         if self._broken:
             reason = f"aborted because a call on its ring failed: {self._broken}"
-            device = self._device or HOST
+            device = self._device or CPU_DEVICE
             aborts = (partial(transport.abort, reason) for transport in self._opened)
-            steps += [partial(within, ABORT_SECONDS, abort, device, "abort") for abort in aborts]
+            steps += [partial(run_with_timeout, ABORT_SECONDS, abort, device, "abort") for abort in aborts]
         # Drain while the watchdog still runs: it ends a transfer that never completes.
         steps += [partial(_drain, slots) for slots in (self._kv, self._dkv) if slots is not None]
         resources = (*self._partners.values(), self._watch, *reversed(self._opened), self._control)
@@ -500,7 +502,7 @@ def _drain(slots: Slots) -> None:
         slots.drain()
 
 
-def depth_of(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
+def check_slots(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
     """Return ``slots`` and ``prefetch`` after checking them against ``hops``, the number of hops in an outer step."""
     least = 2 if hops > 2 else 1  # a slot cannot receive while it is being sent
     if slots < least:
@@ -521,18 +523,18 @@ _DEADLINES: MutableMapping[Group, _Deadline] = WeakKeyDictionary()
 """Last deadline given per group, until that ring is closed."""
 
 
-def ring_of(group: GroupLike, device: torch.device) -> Ring:
+def default_ring(group: GroupLike, device: torch.device) -> Ring:
     """Return the ring for calls without ``ring=``: one per group, device and deadline, created on first use."""
     members = resolve_group(group)
-    cache, deadline = kept_of(members), _DEADLINES.get(members)
+    cache, deadline = get_group_cache(members), _DEADLINES.get(members)
     key = device if deadline is None else (device, deadline.seconds)
     # setdefault is atomic, so that two threads get the same ring
-    ring = cache[key] if key in cache else cache.setdefault(key, _default_ring(members, deadline and deadline.seconds))
+    ring = cache[key] if key in cache else cache.setdefault(key, _new_ring(members, deadline and deadline.seconds))
     assert isinstance(ring, Ring)
     return ring
 
 
-def _default_ring(group: Group, deadline: float | None) -> Ring:
+def _new_ring(group: Group, deadline: float | None) -> Ring:
     ring = Ring(group)
     ring.deadline = deadline  # not as an argument, which would enter it in _DEADLINES
     return ring
@@ -541,20 +543,20 @@ def _default_ring(group: Group, deadline: float | None) -> Ring:
 def resolve_ring(ring: Ring | None, group: GroupLike, device: torch.device) -> Ring:
     """Return the ring of a call. Raise ValueError if ``ring`` and ``group`` are both given."""
     if ring is None:
-        return ring_of(group, device)
+        return default_ring(group, device)
     if not isinstance(ring, Ring):
-        raise ValueError(f"ring is {shown(ring)}: it must be a Ring")
+        raise ValueError(f"ring is {short_repr(ring)}: it must be a Ring")
     if group is not None:
         raise ValueError("ring and group are both given: pass one of them, because a Ring has its own group")
     return ring
 
 
-def device_of(*given: object) -> torch.device:
+def call_device(*tensors: object) -> torch.device:
     """Return the device of the first CPU or GPU tensor among the arguments.
 
     Without such a tensor, return the current GPU or the CPU, so that the other ranks can be told about the error.
     """
-    for x in given:
+    for x in tensors:
         if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda"):
             return x.device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from ..comm import GroupLike
-from .mesh import Rings, ranks_of
-from .ring import Ring, device_of
+from .mesh import Rings, resolve_call_ranks
+from .ring import Ring, call_device
 from .schedule.layout import Layout, LayoutLike
 from .shards import resolve_layout
 
@@ -42,8 +42,8 @@ class Session:
     def __init__(
         self, group: GroupLike = None, *, device: torch.device | None = None, ring: Ring | None = None
     ) -> None:
-        self.device = device if device is not None and device.type in ("cpu", "cuda") else device_of()
-        self._ranks = ranks_of(group, self.device, ring)
+        self.device = device if device is not None and device.type in ("cpu", "cuda") else call_device()
+        self._ranks = resolve_call_ranks(group, self.device, ring)
 
     @property
     def ring(self) -> Ring:
@@ -76,7 +76,7 @@ class Session:
         Raises:
             RuntimeError: another thread is in a call of this group.
         """
-        return self._ranks._entered(self.device)
+        return self._ranks._call_guard(self.device)
 
     def agree(
         self, fields: Mapping[str, object], values: Mapping[str, object] | None = None, *, always: bool = False

@@ -9,15 +9,15 @@ import torch
 
 from ..comm import GroupLike, group_rank_size
 from ..kernels.checks import check_tensor
-from ..kinds import one_of, shown
-from .buffers import Tensors, load, together
-from .checked import check_autograd
-from .mesh import Rings, joined, ranks_of, shared
-from .ring import Ring, device_of
-from .schedule.layout import DIM, POSITIONS, Layout, LayoutLike, check_tokens, tokens_of
+from ..validators import short_repr, word_choice
+from .arg_checks import check_autograd
+from .buffers import Tensors, build_payload, combine_payloads
+from .mesh import Rings, resolve_call_ranks, ring_layout, ulysses_layout
+from .ring import Ring, call_device
+from .schedule.layout import DIM, POSITIONS, Layout, LayoutLike, check_tokens, token_count
 
-NAMES = ("contiguous", "zigzag", "striped")
-GRAD = one_of("slice", "sum")
+LAYOUT_NAMES = ("contiguous", "zigzag", "striped")
+GRAD_KIND = word_choice("slice", "sum")
 
 
 def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "layout") -> Layout:
@@ -29,11 +29,13 @@ def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "lay
     """
     if layout is None:
         if world > 1:
-            raise ValueError(f"{name} is None with {world} ranks: it must be a Layout or one of {', '.join(NAMES)}")
+            raise ValueError(
+                f"{name} is None with {world} ranks: it must be a Layout or one of {', '.join(LAYOUT_NAMES)}"
+            )
         return Layout.contiguous(seqlen, 1)
     if isinstance(layout, str):
-        if layout not in NAMES:
-            raise ValueError(f"{name} is {layout!r}: it must be a Layout or one of {', '.join(NAMES)}")
+        if layout not in LAYOUT_NAMES:
+            raise ValueError(f"{name} is {layout!r}: it must be a Layout or one of {', '.join(LAYOUT_NAMES)}")
         if seqlen % world:
             raise ValueError(
                 f"{name} is {layout!r} with {seqlen} tokens over {world} ranks: a name means equal shards; "
@@ -42,7 +44,7 @@ def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "lay
         resolved: Layout = getattr(Layout, layout)(seqlen, world)
         return resolved
     if not isinstance(layout, Layout):
-        raise ValueError(f"{name} is {shown(layout)}: it must be a Layout or one of {', '.join(NAMES)}")
+        raise ValueError(f"{name} is {short_repr(layout)}: it must be a Layout or one of {', '.join(LAYOUT_NAMES)}")
     if layout.world != world:
         raise ValueError(f"{name} is made for {layout.world} ranks, the group has {world}")
     if layout.seqlen != seqlen:
@@ -59,11 +61,11 @@ def shard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: 
     Raises:
         ValueError: the layout does not fit the group or the length of ``x``, or the ranks disagree.
     """
-    ring = ranks_of(group, device_of(x))
-    with ring._entered(device_of(x)):
-        tokens = tokens_of(x, "x", dim)
+    ring = resolve_call_ranks(group, call_device(x))
+    with ring._call_guard(call_device(x)):
+        tokens = token_count(x, "x", dim)
         resolved = resolve_layout(layout, _seqlen(layout, tokens), ring.size)
-        ring._agree(_signature("shard", x, resolved, dim), device_of(x), always=True)
+        ring._agree(_signature("shard", x, resolved, dim), call_device(x), always=True)
         return resolved.shard(x, ring.rank, dim)
 
 
@@ -88,7 +90,7 @@ def positions(seqlen: int, *, layout: LayoutLike, group: GroupLike = None) -> to
     Raises:
         ValueError: the layout does not fit the group or ``seqlen``.
     """
-    seqlen, (rank, world) = POSITIONS.of("seqlen", seqlen), group_rank_size(group)
+    seqlen, (rank, world) = POSITIONS.check("seqlen", seqlen), group_rank_size(group)
     return resolve_layout(layout, seqlen, world).positions(rank).clone()
 
 
@@ -106,20 +108,20 @@ def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim
     Raises:
         ValueError: an argument does not fit, or the ranks disagree.
     """
-    ring = ranks_of(group, device_of(x))
-    with ring._entered(device_of(x)):
+    ring = resolve_call_ranks(group, call_device(x))
+    with ring._call_guard(call_device(x)):
         check_tensor("x", x)
         check_autograd("unshard", x)
-        tokens, dim, grad = tokens_of(x, "x", dim), DIM.of("dim", dim), GRAD.of("grad", grad)
+        tokens, dim, grad = token_count(x, "x", dim), DIM.check("dim", dim), GRAD_KIND.check("grad", grad)
         resolved = resolve_layout(layout, _seqlen(layout, tokens * ring.size), ring.size)
         length = resolved.lengths[ring.rank]
         check_tokens(x, "x", dim, length, f"the layout gives rank {ring.rank} {length}")
         number: Any = ring._agree(_signature("unshard", x, resolved, dim, grad=grad), x.device)
         if isinstance(ring, Rings):  # first along Ulysses, then along the ring
             (ring, ulysses), (number, ulysses_number) = ring, number
-            own_layout = shared(resolved, ulysses.size, ring.rank)
+            own_layout = ulysses_layout(resolved, ulysses.size, ring.rank)
             x = _Unshard.apply(x, own_layout, ulysses, dim, grad, ulysses_number)  # type: ignore[no-untyped-call]
-            resolved = joined(resolved, ulysses.size)
+            resolved = ring_layout(resolved, ulysses.size)
         result: torch.Tensor = _Unshard.apply(x, resolved, ring, dim, grad, number)  # type: ignore[no-untyped-call]
     return result
 
@@ -142,8 +144,8 @@ class _Unshard(torch.autograd.Function):
         layout, ring, dim = ctx.layout, ctx.ring, ctx.dim
         own = layout.shard(dout, ring.rank, dim)
         if ctx.grad == "sum":
-            with ring._entered(dout.device):
-                ring._agree({"call": "backward of unshard"}, dout.device, of=ctx.number)
+            with ring._call_guard(dout.device):
+                ring._agree({"call": "backward of unshard"}, dout.device, forward_number=ctx.number)
                 parts = [layout.shard(dout, rank, dim) for rank in range(ring.size)]
                 own = torch.stack(exchange(ring, parts, [own.shape] * ring.size)).sum(0)
         return own, None, None, None, None, None
@@ -169,8 +171,10 @@ def exchange_all(
     ]
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     if others:
-        sends = together([load(rank, tuple(x.contiguous() for x in outgoing[rank])) for rank in others])
-        receives = together([load(rank, incoming[rank]) for rank in others])
+        sends = combine_payloads(
+            [build_payload(rank, tuple(x.contiguous() for x in outgoing[rank])) for rank in others]
+        )
+        receives = combine_payloads([build_payload(rank, incoming[rank]) for rank in others])
         with ring._exchange(label, own[0].device) as (transport, posted):
             after = (transport.mark(),)
             fence = transport.post(sends=sends.messages, receives=receives.messages, after=after)

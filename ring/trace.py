@@ -19,17 +19,17 @@ import torch
 
 from ..comm import Fence
 from ..comm.cuda_threads import on_device
-from ..comm.transports.lanes import StreamOrdered
+from ..comm.transports.copy_streams import StreamOrderedFence
 from ..comm.transports.process_group import HostFence
-from .buffers import KEY_VALUES, Key, Kind, Load, RingCall
+from .buffers import KV_KINDS, Payload, PostKey, RingCall, TransferKind
 from .schedule.plan import Plan
 from .schedule.schedule import Hop
 
-Stretch = tuple[float, float]  # begin and end
+TimeInterval = tuple[float, float]  # begin and end
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """One interval of ``kind``, in seconds on the rank's host clock, at one hop of the forward or the backward.
 
     ``kind`` is "compute", "wait", "send" or "receive"; or "slot N" (K/V) or "dK/dV slot N" while a slot is in use.
@@ -48,10 +48,10 @@ class Span:
         return self.end - self.begin
 
 
-class Moved(NamedTuple):
+class CompletedPost(NamedTuple):
     """A completed group of transfers, with its times and the bytes that it sent and received."""
 
-    key: Key
+    key: PostKey
     begin: float
     end: float
     sent: int
@@ -59,32 +59,34 @@ class Moved(NamedTuple):
 
 
 def slot_trace(
-    phase: str, plan: Plan, posts: Sequence[Moved], computed: Mapping[int, Sequence[Stretch]]
-) -> Iterator[Span]:
+    phase: str, plan: Plan, posts: Sequence[CompletedPost], computed: Mapping[int, Sequence[TimeInterval]]
+) -> Iterator[TraceSpan]:
     """Yield every use of a slot in one call, from the first write to the end of the last read.
 
     The two slots of a two-level ring that return dK/dV between nodes are left out. ``computed`` maps hops to the times
     of their compute.
     """
-    kv = [post for post in posts if post.key.kind in KEY_VALUES]
-    dkv = [post for post in posts if post.key.kind is Kind.DKV]
+    kv = [post for post in posts if post.key.kind in KV_KINDS]
+    dkv = [post for post in posts if post.key.kind is TransferKind.DKV]
     for hop in plan.hops:
         reads = computed.get(hop.index, ())
         if hop.kv_slot is not None:
-            into = [post for post in kv if post.received and post.key.brings == hop.index]
-            out = [post for post in kv if post.sent and plan.kv_sender(plan.hops[post.key.brings]) is hop]
+            into = [post for post in kv if post.received and post.key.payload_hop == hop.index]
+            out = [post for post in kv if post.sent and plan.kv_sender(plan.hops[post.key.payload_hop]) is hop]
             for span in _slot_span(into, out, reads):
-                yield Span(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
+                yield TraceSpan(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
         if hop.dkv_slot is not None and phase == "backward":
             # If more dK/dV return later, each arrival is added to a total at once, and hop 0 does not read the slot.
             plain = not plan.two_level and plan.send_index is None
             into = [post for post in dkv if post.received and hop in plan.dkv_arrivals[post.key.hop]]
             out = [post for post in dkv if post.sent and post.key.hop == hop.index]
             for span in _slot_span(into, out, reads if hop.index or plain else ()):
-                yield Span(phase, f"dK/dV slot {hop.dkv_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
+                yield TraceSpan(phase, f"dK/dV slot {hop.dkv_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
 
 
-def _slot_span(into: Sequence[Moved], out: Sequence[Moved], reads: Sequence[Stretch]) -> list[Stretch]:
+def _slot_span(
+    into: Sequence[CompletedPost], out: Sequence[CompletedPost], reads: Sequence[TimeInterval]
+) -> list[TimeInterval]:
     """Return the time from the first write into a slot to its last read; empty if nothing moves through it."""
     transfers = [(post.begin, post.end) for post in (*into, *out)]
     used = [*transfers, *reads]
@@ -93,12 +95,12 @@ def _slot_span(into: Sequence[Moved], out: Sequence[Moved], reads: Sequence[Stre
     return [(min(begin for begin, _ in transfers[: len(into)] or used), max(end for _, end in used))]
 
 
-def names(plan: Plan, key: Key) -> tuple[str, str]:
+def transfer_names(plan: Plan, key: PostKey) -> tuple[str, str]:
     """Return what a group of transfers sends and what it receives."""
-    if key.kind in KEY_VALUES:
-        coming = plan.hops[key.brings]
+    if key.kind in KV_KINDS:
+        coming = plan.hops[key.payload_hop]
         return f"K/V of {plan.kv_sender(coming).shard}", f"K/V of {coming.shard}"
-    if key.kind is Kind.DKV:
+    if key.kind is TransferKind.DKV:
         arrivals = " and ".join(str(hop.shard) for hop in plan.dkv_arrivals[key.hop])
         return f"dK/dV of {plan.hops[key.hop].shard}", f"dK/dV of {arrivals}"
     root = plan.hops[key.hop // plan.inner * plan.inner]
@@ -145,7 +147,7 @@ class _Clock:
             moment.synchronize()
 
 
-class _Begin(StreamOrdered):
+class _PostBegin(StreamOrderedFence):
     """Last fence that a post waits for. When it is reached, the transfer begins."""
 
     def __init__(self, clock: _Clock) -> None:
@@ -170,8 +172,8 @@ class _Post:
     """A posted group of transfers."""
 
     call: int
-    key: Key
-    begin: _Begin
+    key: PostKey
+    begin: _PostBegin
     fence: Fence
     end: Moment  # None: the fence records the end
     sent: int
@@ -179,7 +181,7 @@ class _Post:
 
 
 @dataclass
-class _Piece:
+class _OpenSpan:
     """A span whose ends may still be stream events."""
 
     call: int
@@ -195,10 +197,10 @@ class Trace:
     """Recording of one rank's work while :meth:`Ring.record` was open."""
 
     device: torch.device
-    _pieces: list[_Piece] = field(default_factory=list)
+    _pieces: list[_OpenSpan] = field(default_factory=list)
     _posts: list[_Post] = field(default_factory=list)
     _plans: list[tuple[str, Plan]] = field(default_factory=list)
-    _open: _Piece | None = None
+    _open: _OpenSpan | None = None
 
     def __post_init__(self) -> None:
         self._clock = _Clock(self.device)
@@ -210,20 +212,20 @@ class Trace:
 
     # while a call runs
 
-    def watching(self, call: RingCall) -> RingCall:
+    def wrap_call(self, call: RingCall) -> RingCall:
         """Return the call with recording of its transfers and waits."""
         self._plans.append((call.phase, call.plan))
 
         @contextmanager
         def span(kind: str, hop: Hop) -> Iterator[None]:
-            with call.span(kind, hop), self.span(call.phase, kind, hop):
+            with call.record_span(kind, hop), self.span(call.phase, kind, hop):
                 yield
 
         settings = {item.name: getattr(call, item.name) for item in fields(call)}
         settings |= {"waiting": partial(self.span, call.phase, "wait"), "span": span}
         return _RecordedCall(**settings, trace=self)
 
-    def posting(self, key: Key, begin: _Begin, fence: Fence, sends: Load, receives: Load) -> None:
+    def record_post(self, key: PostKey, begin: _PostBegin, fence: Fence, sends: Payload, receives: Payload) -> None:
         """Record a post right after it was made."""
         end = None if isinstance(fence, HostFence) else self._clock.now(begin.stream)
         sent, received = (sum(nbytes for _, nbytes in way.sizes) for way in (sends, receives))
@@ -235,7 +237,7 @@ class Trace:
         begin, outer = self._clock.now(), self._open
         if outer is not None:
             self._pieces.append(replace(outer, end=begin))
-        self._open = piece = _Piece(max(len(self._plans) - 1, 0), phase, kind, hop.index, begin)
+        self._open = piece = _OpenSpan(max(len(self._plans) - 1, 0), phase, kind, hop.index, begin)
         yield
         end = self._clock.now()
         self._pieces.append(replace(piece, end=end))
@@ -246,17 +248,17 @@ class Trace:
     # afterwards
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TraceSpan]:
         """Compute and waits so far, in order. On a GPU, reading them waits for their end."""
         at = self._clock.seconds
-        return [Span(piece.phase, piece.kind, piece.hop, at(piece.begin), at(piece.end)) for piece in self._pieces]
+        return [TraceSpan(piece.phase, piece.kind, piece.hop, at(piece.begin), at(piece.end)) for piece in self._pieces]
 
     def seconds(self, kind: str, hop: int | None = None) -> float:
         """Return the total time of the spans of one kind ("compute" or "wait"), at one hop or all hops."""
         return sum(span.seconds for span in self.spans if span.kind == kind and hop in (None, span.hop))
 
     @property
-    def transfers(self) -> list[Span]:
+    def transfers(self) -> list[TraceSpan]:
         """Sends and receives so far. Reading them waits for their end. A send ends when its group of transfers ends.
 
         Between virtual ranks on the CPU the receiver copies, so a send ends as soon as it is posted.
@@ -264,28 +266,28 @@ class Trace:
         return [span for post in self._posts for span in self._moved(post)]
 
     @property
-    def slots(self) -> list[Span]:
+    def slots(self) -> list[TraceSpan]:
         """Uses of a slot so far, each from the first possible write to the end of the last read."""
         return [span for number in range(len(self._plans)) for span in self._slot_trace(number)]
 
-    def _done(self, post: _Post) -> Moved:
+    def _done(self, post: _Post) -> CompletedPost:
         """Return a post with its times. Wait for its end."""
         if post.end is None:
             assert isinstance(post.fence, HostFence)
             post.fence.wait()
-            post.end = post.fence.over_at
+            post.end = post.fence.finished_at
         at = self._clock.seconds
-        return Moved(post.key, at(post.begin.at), at(post.end), post.sent, post.received)
+        return CompletedPost(post.key, at(post.begin.at), at(post.end), post.sent, post.received)
 
-    def _moved(self, post: _Post) -> Iterator[Span]:
+    def _moved(self, post: _Post) -> Iterator[TraceSpan]:
         phase, plan = self._plans[post.call]
         done = self._done(post)
         sizes = (done.sent, done.received)
-        for kind, name, nbytes in zip(("send", "receive"), names(plan, post.key), sizes, strict=True):
+        for kind, name, nbytes in zip(("send", "receive"), transfer_names(plan, post.key), sizes, strict=True):
             if nbytes:
-                yield Span(phase, kind, post.key.hop, done.begin, done.end, name, nbytes)
+                yield TraceSpan(phase, kind, post.key.hop, done.begin, done.end, name, nbytes)
 
-    def _slot_trace(self, number: int) -> Iterator[Span]:
+    def _slot_trace(self, number: int) -> Iterator[TraceSpan]:
         computed: dict[int, list[tuple[float, float]]] = {}
         at = self._clock.seconds
         for piece in self._pieces:
@@ -301,9 +303,9 @@ class _RecordedCall(RingCall):
 
     trace: Trace = field(kw_only=True)
 
-    def post(self, level: int, key: Key, sends: Load, receives: Load, after: Sequence[Fence]) -> Fence | None:
-        begin = _Begin(self.trace._clock)
+    def post(self, level: int, key: PostKey, sends: Payload, receives: Payload, after: Sequence[Fence]) -> Fence | None:
+        begin = _PostBegin(self.trace._clock)
         fence = super().post(level, key, sends, receives, (*after, begin))
         if fence is not None:
-            self.trace.posting(key, begin, fence, sends, receives)
+            self.trace.record_post(key, begin, fence, sends, receives)
         return fence

@@ -22,7 +22,7 @@ from .shards import exchange_all
 # --- heads ----------------------------------------------------------------------------------------------------------
 
 
-def heads_of(heads: int, kv_heads: int, ulysses: int) -> tuple[list[slice], list[slice]]:
+def split_ulysses_heads(heads: int, kv_heads: int, ulysses: int) -> tuple[list[slice], list[slice]]:
     """Return the query heads and the key heads of each of ``ulysses`` ranks.
 
     If there are fewer key heads than ranks, several ranks have the same key head.
@@ -30,8 +30,8 @@ def heads_of(heads: int, kv_heads: int, ulysses: int) -> tuple[list[slice], list
     Raises:
         ValueError: the heads cannot be split evenly.
     """
-    if not heads_fit(heads, kv_heads, ulysses):
-        fitting = [str(size) for size in range(1, heads + 1) if heads_fit(heads, kv_heads, size)]
+    if not can_split_heads(heads, kv_heads, ulysses):
+        fitting = [str(size) for size in range(1, heads + 1) if can_split_heads(heads, kv_heads, size)]
         raise ValueError(
             f"group has {ulysses} ranks in the Ulysses dimension, q has {heads} heads and k {kv_heads}: the heads must "
             f"split evenly; with these heads the dimension may have {', '.join(fitting)} ranks"
@@ -42,7 +42,7 @@ def heads_of(heads: int, kv_heads: int, ulysses: int) -> tuple[list[slice], list
     return [slice(*pair) for pair in pairwise(edges)], [slice(start, start + few) for start in kv_edges[:-1]]
 
 
-def heads_fit(heads: int, kv_heads: int, ulysses: int) -> bool:
+def can_split_heads(heads: int, kv_heads: int, ulysses: int) -> bool:
     """Return True if the heads split evenly over ``ulysses`` ranks, with at least one query and key head each."""
     return heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0)
 
@@ -56,17 +56,17 @@ class Shares(NamedTuple):
     tokens: Layout
     heads: Sequence[slice]
 
-    def sizes(self, x: Tensor, tokens_of: int, heads_of: int) -> tuple[int, ...]:
-        """Return the shape of a piece: the tokens of rank ``tokens_of`` and the heads of rank ``heads_of``."""
-        heads = self.heads[heads_of]
-        return x.shape[0], self.tokens.lengths[tokens_of], heads.stop - heads.start, x.shape[3]
+    def piece_shape(self, x: Tensor, token_rank: int, head_rank: int) -> tuple[int, ...]:
+        """Return the shape of a piece: the tokens of rank ``token_rank`` and the heads of rank ``head_rank``."""
+        heads = self.heads[head_rank]
+        return x.shape[0], self.tokens.lengths[token_rank], heads.stop - heads.start, x.shape[3]
 
 
 def heads_for_tokens(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Exchange all heads of this rank's tokens for all tokens of its heads, ``[B, tokens, its heads, D]``."""
     each, ranks = [*zip(shares, tensors, strict=True)], range(ring.size)
     outgoing = [tuple(x[:, :, share.heads[rank]] for share, x in each) for rank in ranks]
-    shapes = [[share.sizes(x, rank, ring.rank) for share, x in each] for rank in ranks]
+    shapes = [[share.piece_shape(x, rank, ring.rank) for share, x in each] for rank in ranks]
     incoming = zip(*exchange_all(ring, outgoing, shapes, "heads for tokens"), strict=True)
     return tuple(share.tokens.unshard(parts) for share, parts in zip(shares, incoming, strict=True))
 
@@ -74,14 +74,14 @@ def heads_for_tokens(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Ten
 def tokens_for_heads(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Invert :func:`heads_for_tokens`. Sum over the ranks that computed with the same head."""
     each, ranks = [*zip(shares, tensors, strict=True)], range(ring.size)
-    shapes = [[share.sizes(x, ring.rank, rank) for share, x in each] for rank in ranks]
+    shapes = [[share.piece_shape(x, ring.rank, rank) for share, x in each] for rank in ranks]
     # a generator, so that the copies are freed before the results are joined
     pieces = (tuple(share.tokens.shard(x, rank) for share, x in each) for rank in ranks)
     incoming = zip(*exchange_all(ring, [*pieces], shapes, "tokens for heads"), strict=True)
-    return tuple(_together(share, parts) for share, parts in zip(shares, incoming, strict=True))
+    return tuple(_join_heads(share, parts) for share, parts in zip(shares, incoming, strict=True))
 
 
-def _together(share: Shares, parts: Sequence[Tensor]) -> Tensor:
+def _join_heads(share: Shares, parts: Sequence[Tensor]) -> Tensor:
     joined, heads = torch.cat([*parts], 2), share.heads[-1].stop
     if joined.shape[2] == heads:
         return joined
@@ -100,9 +100,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         back = tokens_for_heads if ctx.there is heads_for_tokens else heads_for_tokens
-        with ctx.rings._entered(grads[0].device):
+        with ctx.rings._call_guard(grads[0].device):
             fields = {"call": f"backward of {ctx.there.__name__}"}
-            ctx.rings.ulysses._agree(fields, grads[0].device, of=ctx.number)
+            ctx.rings.ulysses._agree(fields, grads[0].device, forward_number=ctx.number)
             return None, None, None, None, *back(ctx.rings.ulysses, ctx.shares, grads)
 
 
@@ -121,19 +121,19 @@ class Exchange(NamedTuple):
 
     def gather_heads(self, out: Tensor, lse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Exchange tokens of ``out`` and ``lse`` for heads, in a call of its own; differentiable."""
-        results: tuple[Tensor, ...] = (out,) if lse is None else (out, in_rows(lse))
-        with self.rings._entered(out.device):
+        results: tuple[Tensor, ...] = (out,) if lse is None else (out, lse_to_rows(lse))
+        with self.rings._call_guard(out.device):
             number = self.rings.ulysses._agree({"call": "tokens for heads"}, out.device)
             shares = [self.queries] * len(results)
             results = _Exchange.apply(tokens_for_heads, self.rings, shares, number, *results)  # type: ignore[no-untyped-call]
-        return results[0], *map(from_rows, results[1:])
+        return results[0], *map(lse_from_rows, results[1:])
 
 
-def in_rows(lse: Tensor) -> Tensor:
+def lse_to_rows(lse: Tensor) -> Tensor:
     """Return ``lse [B, H, S]`` as the exchange takes it, ``[B, S, H, 1]``."""
     return lse.transpose(1, 2).unsqueeze(3)
 
 
-def from_rows(x: Tensor) -> Tensor:
-    """Invert :func:`in_rows`."""
+def lse_from_rows(x: Tensor) -> Tensor:
+    """Invert :func:`lse_to_rows`."""
     return x.squeeze(3).transpose(1, 2).contiguous()

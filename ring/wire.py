@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm.slots import TensorSpec
 from ..kernels import SCALE_TOKENS, scale_shape
 from ..kernels.quantize import dequantize, quantize
-from ..kinds import shown
+from ..validators import short_repr
 
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126  # smallest normal fp32 number
@@ -25,7 +25,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Rounded:
+class RoundedWire:
     """Encodes ``[B, S, H, D]`` as one tensor of another dtype, rounded to nearest.
 
     Values too large for the dtype become infinite. With bfloat16 these are ``|x| >= (2 - 2^-8) * 2^127`` in fp32. An
@@ -49,7 +49,7 @@ class Rounded:
         into.copy_(wire[0])
 
 
-class Scaled:
+class ScaledWire:
     """Encodes as e4m3 with one fp32 scale per (batch, head, 128 tokens), see :func:`ringattn.kernels.quantize`.
 
     The CPU version uses torch and equals the kernels bit for bit. It works on the tokens of one scale at a time, so
@@ -66,7 +66,7 @@ class Scaled:
         if x.device.type != "cpu":
             quantize(x, codes, scales)
             return
-        for tile, tokens in enumerate(tiles(x.shape[1])):
+        for tile, tokens in enumerate(scale_tiles(x.shape[1])):
             encode_tile(x[:, tokens], codes[:, tokens], scales[:, tile])
 
     def decode(self, wire: tuple[Tensor, ...], into: Tensor) -> None:
@@ -74,11 +74,11 @@ class Scaled:
         if into.device.type != "cpu":
             dequantize(codes, scales, into)
             return
-        for tile, tokens in enumerate(tiles(into.shape[1])):
+        for tile, tokens in enumerate(scale_tiles(into.shape[1])):
             into[:, tokens] = codes[:, tokens].to(torch.float32) * scales[:, tile, None, :, None]
 
 
-def tiles(tokens: int) -> list[slice]:
+def scale_tiles(tokens: int) -> list[slice]:
     """Return the token ranges of the scales."""
     return [slice(start, start + SCALE_TOKENS) for start in range(0, tokens, SCALE_TOKENS)]
 
@@ -93,13 +93,13 @@ def encode_tile(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     codes.copy_(values.mul_(scale.reciprocal()[:, None, :, None]))
 
 
-Wire = Rounded | Scaled
-_BFLOAT16 = Rounded(torch.bfloat16)
-_WIRES: dict[torch.dtype, Wire] = {torch.bfloat16: _BFLOAT16, torch.float8_e4m3fn: Scaled()}
+Wire = RoundedWire | ScaledWire
+_BFLOAT16 = RoundedWire(torch.bfloat16)
+_WIRES: dict[torch.dtype, Wire] = {torch.bfloat16: _BFLOAT16, torch.float8_e4m3fn: ScaledWire()}
 _GRAD_WIRES: dict[torch.dtype, Wire | None] = {torch.float32: None, torch.bfloat16: _BFLOAT16}
 
 
-def wire_of(wire_dtype: torch.dtype | str | None, dtype: torch.dtype) -> Wire | None:
+def resolve_wire(wire_dtype: torch.dtype | str | None, dtype: torch.dtype) -> Wire | None:
     """Return the encoding of keys and values of ``dtype`` for ``wire_dtype``; None if they are sent unchanged.
 
     Args:
@@ -111,11 +111,11 @@ def wire_of(wire_dtype: torch.dtype | str | None, dtype: torch.dtype) -> Wire | 
     """
     if dtype not in MODEL_DTYPES:
         raise ValueError(f"dtype is {dtype}: keys and values must be float16, bfloat16 or float32")
-    name = dtype_of("wire_dtype", wire_dtype, tuple(_WIRES))
+    name = resolve_dtype("wire_dtype", wire_dtype, tuple(_WIRES))
     return None if name is None or name == dtype else _WIRES[name]
 
 
-def grad_wire_of(grad_wire_dtype: torch.dtype | str | None) -> Wire | None:
+def resolve_grad_wire(grad_wire_dtype: torch.dtype | str | None) -> Wire | None:
     """Return the encoding of partial dK and dV, which are fp32; None if they are sent unchanged.
 
     Args:
@@ -124,16 +124,18 @@ def grad_wire_of(grad_wire_dtype: torch.dtype | str | None) -> Wire | None:
     Raises:
         ValueError: another dtype or name.
     """
-    name = dtype_of("grad_wire_dtype", grad_wire_dtype, tuple(_GRAD_WIRES))
+    name = resolve_dtype("grad_wire_dtype", grad_wire_dtype, tuple(_GRAD_WIRES))
     return None if name is None else _GRAD_WIRES[name]
 
 
-def dtype_of(argument: str, given: torch.dtype | str | None, known: tuple[torch.dtype, ...]) -> torch.dtype | None:
-    """Return the dtype that an argument names, or raise ValueError if it is not in ``known``."""
-    if given is None:
+def resolve_dtype(
+    argument: str, value: torch.dtype | str | None, allowed: tuple[torch.dtype, ...]
+) -> torch.dtype | None:
+    """Return the dtype that an argument names, or raise ValueError if it is not in ``allowed``."""
+    if value is None:
         return None
-    for dtype in known:
-        if isinstance(given, torch.dtype | str) and given in (dtype, dtype_name(dtype)):
+    for dtype in allowed:
+        if isinstance(value, torch.dtype | str) and value in (dtype, dtype_name(dtype)):
             return dtype
-    takes = ", ".join(["None", *(f'{dtype} ("{dtype_name(dtype)}")' for dtype in known)])
-    raise ValueError(f"{argument} is {shown(given)}: it must be one of {takes}")
+    takes = ", ".join(["None", *(f'{dtype} ("{dtype_name(dtype)}")' for dtype in allowed)])
+    raise ValueError(f"{argument} is {short_repr(value)}: it must be one of {takes}")

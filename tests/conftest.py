@@ -16,9 +16,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from .support import compiles
-from .support.interpreter import quicken
+from .support.interpreter import speed_up_interpreter
 
-quicken()
+speed_up_interpreter()
 
 # No deadline, because the first call of an interpreted kernel is slow. Derandomized, so that a failure comes from the
 # change under test.
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    compiles.settle(items, nightly=profile(config.option.markexpr) == "nightly")
+    compiles.mark_nightly(items, nightly=profile(config.option.markexpr) == "nightly")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -23,16 +23,16 @@ from typer.testing import CliRunner
 from ringattn import LocalWorld
 from ringattn.bench import cli
 from ringattn.bench.suite.device_cases import CASES
-from ringattn.bench.suite.parts import gpu_parts
+from ringattn.bench.suite.suite_parts import gpu_parts
 from ringattn.comm import GroupLike
 from ringattn.examples import train
 from ringattn.examples.model import Decoder
 from ringattn.kernels.gpu import assumed_gpu
-from ringattn.kernels.tables import tables_of
+from ringattn.kernels.tables import find_tables
 
-from .support.forked import results
+from .support.rank_processes import group_results
 from .support.snippets import (
-    DATED,
+    DATED_PAGES,
     LANGUAGES,
     PAGES,
     ROOT,
@@ -95,7 +95,7 @@ def test_links_have_targets(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in DATED], ids=lambda path: str(path.relative_to(ROOT))
+    "page", [page for page in PAGES if page.name not in DATED_PAGES], ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_named_files_exist(page: Path) -> None:
     named = {name for name in named_files(page.read_text()) if Path(name).name not in WRITTEN_FILES}
@@ -166,7 +166,7 @@ def test_python_runs_on_virtual_ranks(key: str) -> None:
 
 @pytest.mark.parametrize("key", sections("processes"))
 def test_python_runs_on_processes(key: str) -> None:
-    results(SETUPS[key].processes, partial(execute_quietly, key))
+    group_results(SETUPS[key].processes, partial(execute_quietly, key))
 
 
 def execute_quietly(key: str, rank: int) -> None:
@@ -217,7 +217,7 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_the_json_table_of_the_pages_is_valid(tmp_path: Path) -> None:
     (table,) = [snippet for snippet in snippets() if snippet.language == "json"]
     (tmp_path / "nvidia-h200_triton-3.7.json").write_text(table.text)
-    assert tables_of(assumed_gpu(90, "NVIDIA H200"), str(tmp_path))
+    assert find_tables(assumed_gpu(90, "NVIDIA H200"), str(tmp_path))
 
 
 OTHER_PROGRAMS = {"git", "python3", "python", "pip", "tox", "pytest", "ruff", "torchrun", "srun", "mpirun"}
@@ -260,7 +260,7 @@ def check_others(words: list[str]) -> None:
         if flag == "-m" and value.startswith("ringattn"):
             assert find_spec(value)
         if flag == "-m" and value == train.__name__:
-            train.parse([word for word in words[words.index(value) + 1 :] if word != "…"])
+            train.parse_command_line([word for word in words[words.index(value) + 1 :] if word != "…"])
         if flag == "-m" and value.startswith("tests."):  # tests are not installed
             assert (ROOT / f"{value.replace('.', '/')}.py").exists()
         if flag == "-e" and words[0].endswith("tox"):

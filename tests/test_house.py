@@ -27,10 +27,10 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 ARROWS = {
-    "kinds": set[str](),
+    "validators": set[str](),
     "kernels": set[str](),
-    "comm": {"kinds", "__version__"},
-    "ring": {"kernels", "comm", "kinds", "__version__"},
+    "comm": {"validators", "__version__"},
+    "ring": {"kernels", "comm", "validators", "__version__"},
     "integrations": {*ringattn.__all__},
     "reference": set[str](),
     "examples": {*ringattn.__all__},
@@ -112,7 +112,7 @@ def test_public_folders_use_no_private_attributes(folder: str) -> None:
 
     functions = (node for folder in ("ring", "comm") for _, node in nodes(folder) if isinstance(node, ast.FunctionDef))
     private = {node.name for node in functions if node.name.startswith("_") and not node.name.startswith("__")}
-    assert {"_entered", "_agree"} <= private
+    assert {"_call_guard", "_agree"} <= private
     used = {
         (file, node.attr)
         for file, node in nodes(folder)
@@ -393,7 +393,7 @@ def test_public_names_resolve() -> None:
     for function in (ringattn.kernels.attention_forward, ringattn.kernels.attention_backward):
         assert callable(function)
     assert callable(ringattn.reference.attention)
-    assert {*FOLDERS} - {"kinds"} <= {*ringattn.__all__} <= {*dir(ringattn)}
+    assert {*FOLDERS} - {"validators"} <= {*ringattn.__all__} <= {*dir(ringattn)}
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..bench.common.flags import binary, human
-from ..bench.common.theme import LIGHT, themed, write_figure
+from ..bench.common.flags import human_count, size_text
+from ..bench.common.theme import LIGHT, use_theme, write_figure
 from ..ring.schedule.schedule import Hop
-from .call import Grid, ShownCall, mask_cells
+from .call_summary import CallSummary, IntGrid, mask_cells
 
 CELLS = 512  # rows and columns of the mask
 LABELLED = 12  # ranks; cells of larger grids have no text
@@ -20,13 +20,13 @@ MOST_RUNS = 40  # runs along an edge strip; with more they are too narrow for a 
 ON_CELL = "#222222"  # text colour, because the cells are light in every theme
 
 
-def draw_call(call: ShownCall, out: Path) -> None:
+def draw_call(call: CallSummary, out: Path) -> None:
     """Draw mask and schedule side by side into ``out``."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    with themed(), rc_context({"axes.facecolor": LIGHT.track}):  # invisible cells differ from the background
+    with use_theme(), rc_context({"axes.facecolor": LIGHT.track}):  # invisible cells differ from the background
         # leave room at the left, because the layout engine ignores the strips next to the axes
         figure = Figure(figsize=(15, 7.2), layout=ConstrainedLayoutEngine(rect=(0.015, 0.005, 0.98, 0.99)))
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
@@ -36,12 +36,12 @@ def draw_call(call: ShownCall, out: Path) -> None:
         write_figure(figure, out, 150)
 
 
-def _title(call: ShownCall) -> str:
+def _title(call: CallSummary) -> str:
     kv, sums = call.bytes_per_token
-    forward, backward = max(call.plan.bytes(kv)), max(call.plan.bytes(kv, sums))
+    forward, backward = max(call.schedule.bytes(kv)), max(call.schedule.bytes(kv, sums))
     return (
         f"{call.title}\nranks compute {call.balance:.0%} of the time, if every hop lasts as long as its slowest rank; "
-        f"one rank sends up to {human(forward, 'B')} forward, {human(backward, 'B')} backward"
+        f"one rank sends up to {human_count(forward, 'B')} forward, {human_count(backward, 'B')} backward"
     )
 
 
@@ -52,8 +52,8 @@ def _colours(name: str, where: Any) -> Any:
     return ListedColormap(colormaps[name](where))
 
 
-def _draw_mask(call: ShownCall, axes: Any) -> None:
-    world, seqlen, hops = call.layout.world, call.layout.seqlen, call.plan.count
+def _draw_mask(call: CallSummary, axes: Any) -> None:
+    world, seqlen, hops = call.layout.world, call.layout.seqlen, call.schedule.count
     ranks, grid = mask_cells(call, CELLS)
     image = axes.imshow(
         np.ma.masked_less(grid, 0),
@@ -72,14 +72,14 @@ def _draw_mask(call: ShownCall, axes: Any) -> None:
     axes.set_xlabel("key position (strip above: shard)")
     axes.set_ylabel("query position (strip at the left: rank)")
     places = [seqlen * part // 8 for part in range(9)]
-    axes.set(xticks=places, yticks=places, xticklabels=map(binary, places), yticklabels=map(binary, places))
+    axes.set(xticks=places, yticks=places, xticklabels=map(size_text, places), yticklabels=map(size_text, places))
     axes.tick_params(axis="y", pad=16)
     _draw_owners(axes, ranks, world)
     bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="hop", ticks=_ticks(hops))
     bar.outline.set_visible(False)
 
 
-def _draw_owners(axes: Any, ranks: Grid, world: int) -> None:
+def _draw_owners(axes: Any, ranks: IntGrid, world: int) -> None:
     """Draw strips along the edges with the shard of the keys and the rank of the queries."""
     palette = _colours("tab10", np.arange(world)) if world <= TAB10 else _colours("turbo", np.linspace(0, 1, world))
     for box, strip in (((0, 1.008, 1, 0.028), ranks[None, :]), ((-0.036, 0, 0.028, 1), ranks[:, None])):
@@ -99,8 +99,8 @@ def _ticks(world: int) -> list[int]:
     return list(range(0, world, -(-world // LABELLED)))
 
 
-def _draw_schedule(call: ShownCall, axes: Any) -> None:
-    world, hops = call.layout.world, call.plan.count
+def _draw_schedule(call: CallSummary, axes: Any) -> None:
+    world, hops = call.layout.world, call.schedule.count
     work = np.ma.masked_equal(call.pairs, 0) / max(int(call.pairs.max()), 1)
     image = axes.imshow(work, cmap=_colours("Blues", np.linspace(0.08, 0.55, 64)), vmin=0, vmax=1, aspect="auto")
     axes.set(xlabel="hop", ylabel="rank", xticks=_ticks(hops), yticks=_ticks(world))
@@ -109,10 +109,10 @@ def _draw_schedule(call: ShownCall, axes: Any) -> None:
         rails = ", » N: over a rail to rank N" if call.nodes > 1 else ""
         axes.set_title(f"schedule: shard, visible pairs, and destination of its K/V, → N: to rank N{rails}", pad=10)
         for rank in range(world):
-            for hop in call.plan.hops(rank):
+            for hop in call.schedule.hops(rank):
                 _label_hop(axes, call, rank, hop)
     if call.nodes > 1:  # lines between nodes, and between the inner rings
-        size, inner = len(call.plan.nodes[0]), call.plan.inner
+        size, inner = len(call.schedule.nodes[0]), call.schedule.inner
         axes.hlines(np.arange(size, world, size) - 0.5, -0.5, hops - 0.5, color=LIGHT.ink, lw=1.2)
         axes.vlines(np.arange(inner, hops, inner) - 0.5, -0.5, world - 0.5, color=LIGHT.ink, lw=1.2)
     axes.set(xlim=(-0.5, hops - 0.5), ylim=(world - 0.5, -0.5))
@@ -120,11 +120,11 @@ def _draw_schedule(call: ShownCall, axes: Any) -> None:
     bar.outline.set_visible(False)
 
 
-def _label_hop(axes: Any, call: ShownCall, rank: int, hop: Hop) -> None:
+def _label_hop(axes: Any, call: CallSummary, rank: int, hop: Hop) -> None:
     style = {"ha": "center", "color": ON_CELL}
     if hop.computes:
         axes.text(hop.index, rank, f"{hop.shard}", va="bottom", fontsize=13, fontweight="bold", **style)
-        axes.text(hop.index, rank, human(int(call.pairs[rank, hop.index])), va="top", fontsize=8, **style)
+        axes.text(hop.index, rank, human_count(int(call.pairs[rank, hop.index])), va="top", fontsize=8, **style)
     elif hop.kv_from is not None:
         axes.text(hop.index, rank, f"({hop.shard})", va="center", fontsize=11, **style)
     arrows = [f"{mark} {to}" for mark, to in (("→", hop.kv_to), ("»", hop.rail_to)) if to is not None]

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bench.common import flags
-from ..bench.common.flags import LayoutName, human
-from ..bench.common.theme import picture
+from ..bench.common.flags import LayoutName, human_count
+from ..bench.common.theme import parse_picture_path
 
 if TYPE_CHECKING:
-    from .call import ShownCall
+    from .call_summary import CallSummary
 
 COLUMNS = 80
 LEAST_CELLS, MOST_CELLS = 16, 32  # rows and columns of the mask on the terminal
-MOST = 1 << 30  # tokens times ranks, which take about half a minute
+MAX_TOKENS_TIMES_RANKS = 1 << 30  # tokens times ranks, which take about half a minute
 MOST_BYTES = 5e9
 # peak memory per token, per rank and hop, and per rank and hop with --json or --csv
 TOKEN_BYTES, HOP_BYTES, ROW_BYTES = 100, 150, 4500
@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def show(
     context: typer.Context,
-    seqlen: Annotated[Any, typer.Option(parser=flags.size, metavar="SIZE", help="Total tokens.")] = "8k",
+    seqlen: Annotated[Any, typer.Option(parser=flags.parse_size_text, metavar="SIZE", help="Total tokens.")] = "8k",
     world: Annotated[Any, typer.Option(parser=flags.count, metavar="COUNT", help="Ranks.")] = "4",
     layout: flags.LayoutOrFile = LayoutName.zigzag,
     lengths: Annotated[
@@ -45,7 +45,7 @@ def show(
     causal: flags.Causal = True,
     window: flags.Window = None,
     cu_seqlens: flags.CuSeqlens = None,
-    documents: flags.DocumentsOfMean = None,
+    documents: flags.MeanDocumentLength = None,
     documents_seed: flags.DocumentsSeed = None,
     seqused_k: flags.SeqUsedK = None,
     prefix_length: flags.PrefixLength = None,
@@ -63,19 +63,19 @@ def show(
 ) -> None:
     """Print or draw the schedule and the mask of a call: what each rank computes at each hop, and what it sends."""
     for name in ("seqlen", "world", "layout"):
-        flags.check_apart(context, "lengths", name)
+        flags.check_exclusive(context, "lengths", name)
     if out is not None:
-        picture(str(out))
+        parse_picture_path(str(out))
     import torch
 
-    from ..bench.common.attention import boundaries_of, pattern_of
-    from ..bench.common.output import prints
+    from ..bench.common.attention import build_pattern, document_boundaries
+    from ..bench.common.output import is_printing_rank
     from ..bench.common.provenance import provenance
-    from ..bench.common.result import Result, Row, finish
+    from ..bench.common.result import Result, Row, finish_command
     from ..ring import Layout
-    from ..ring.prepare import Layouts, mask_of
+    from ..ring.prepare import Layouts, mask_from_options
     from ..ring.schedule.mask import UNLIMITED
-    from .call import ShownCall, described, hop_rows
+    from .call_summary import CallSummary, call_provenance, hop_rows
 
     own = None if isinstance(layout, LayoutName) else flags.read_layout(context, layout, "seqlen", "world")
     if own is not None:
@@ -84,16 +84,16 @@ def show(
     block = block_mask.parameters.get("block", 0) if block_mask else 0
     needed = TOKEN_BYTES * tokens + (HOP_BYTES if json is None and csv is None else ROW_BYTES) * count**2
     needed += PAIR_BYTES * (tokens // block) ** 2 if block else 0
-    if tokens * count > MOST or needed > MOST_BYTES:
+    if tokens * count > MAX_TOKENS_TIMES_RANKS or needed > MOST_BYTES:
         raise typer.BadParameter(
             f"{tokens:,} tokens over {count:,} ranks{f' in blocks of {block}' if block else ''} are too many: they "
-            f"need {human(needed, 'B')} of at most {human(MOST_BYTES, 'B')}, and tokens times ranks may be at most "
-            f"{MOST:,}; `ringattn predict` takes any number"
+            f"need {human_count(needed, 'B')} of at most {human_count(MOST_BYTES, 'B')}, and tokens times ranks may be at most "
+            f"{MAX_TOKENS_TIMES_RANKS:,}; `ringattn predict` takes any number"
         )
     if not tokens:
         raise typer.BadParameter("there are 0 tokens; pass at least 1")
     try:
-        boundaries = boundaries_of(tokens, cu_seqlens, documents, documents_seed)
+        boundaries = document_boundaries(tokens, cu_seqlens, documents, documents_seed)
         if per_document and (boundaries is None or lengths is not None or layout is not LayoutName.zigzag):
             raise ValueError("--per-document needs --documents or --cu-seqlens, and the layout zigzag")
         if lengths is not None:
@@ -104,47 +104,47 @@ def show(
             token_layout, name = own, layout.name
         else:
             token_layout, name = getattr(Layout, layout)(seqlen, world), layout.value
-        mask = mask_of(
+        mask = mask_from_options(
             Layouts(token_layout, token_layout), batch, causal=causal, window_size=window or (UNLIMITED, UNLIMITED),
             cu_seqlens=boundaries, seqused_k=seqused_k, prefix_length=prefix_length,
-            block_mask=pattern_of(tokens, block_mask),
+            block_mask=build_pattern(tokens, block_mask),
         )  # fmt: skip
-        kv_heads = flags.kv_heads_of(heads, kv_heads)
-        call = ShownCall(token_layout, name, mask, direction, batch, heads, kv_heads, head_dim, dtype, nodes)
-        _ = call.plan
+        kv_heads = flags.resolve_kv_heads(heads, kv_heads)
+        call = CallSummary(token_layout, name, mask, direction, batch, heads, kv_heads, head_dim, dtype, nodes)
+        _ = call.schedule
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if not prints():
+    if not is_printing_rank():
         return
     if out is not None:
         from .pictures import draw_call
 
         draw_call(call, out)
     rows: list[Row] = [*hop_rows(call)] if json is not None or csv is not None else []
-    about = provenance(torch.device("cpu")) | {"call": described(call)} if json is not None else {}
-    notes = [*summary(call), *([f"picture: {out}"] if out is not None else [])]
+    about = provenance(torch.device("cpu")) | {"call": call_provenance(call)} if json is not None else {}
+    notes = [*summary_lines(call), *([f"picture: {out}"] if out is not None else [])]
     units = dict.fromkeys(rows[0] if rows else (), "")
-    finish(Result("show", units, rows, notes=notes, provenance=about), json, csv, text=text(call, notes))
+    finish_command(Result("show", units, rows, notes=notes, provenance=about), json, csv, text=call_text(call, notes))
 
 
-def text(call: ShownCall, notes: list[str]) -> str:
+def call_text(call: CallSummary, notes: list[str]) -> str:
     """Return the output for the terminal: summary, schedule, table of ranks and mask."""
     title, *rest = ["\n".join(textwrap.wrap(note, COLUMNS)) for note in notes]
-    return "\n\n".join([title, str(call.plan), ranks_text(call), mask_text(call), "\n".join(rest)])
+    return "\n\n".join([title, str(call.schedule), rank_table_text(call), mask_text(call), "\n".join(rest)])
 
 
-def summary(call: ShownCall) -> list[str]:
+def summary_lines(call: CallSummary) -> list[str]:
     """Return lines with the arguments of the call, its total traffic and its balance."""
     from ..ring.schedule.mask import Mask
 
     kv, dkv = call.bytes_per_token
-    full = call.plan_of(Mask())
+    full = call.schedule_for(Mask())
     traffic = []
     for name, partials in (("forward", 0), ("backward", dkv)):
-        count, most = sum(call.plan.bytes(kv, partials)), sum(full.bytes(kv, partials))
-        traffic.append(f"{name} {human(count, 'B')}{f' ({count / most:.1%})' if most else ''}")
+        count, most = sum(call.schedule.bytes(kv, partials)), sum(full.bytes(kv, partials))
+        traffic.append(f"{name} {human_count(count, 'B')}{f' ({count / most:.1%})' if most else ''}")
         if call.nodes > 1:
-            traffic[-1] += f" ({human(sum(call.plan.bytes(kv, partials, level=1)), 'B')} between nodes)"
+            traffic[-1] += f" ({human_count(sum(call.schedule.bytes(kv, partials, level=1)), 'B')} between nodes)"
     rows = "" if call.mask.used is None else " of all batch rows"
     return [
         f"{call.title}; batch {call.batch}, {call.heads} heads ({call.kv_heads} of K/V) of dim {call.head_dim}, "
@@ -155,27 +155,27 @@ def summary(call: ShownCall) -> list[str]:
     ]
 
 
-def ranks_text(call: ShownCall) -> str:
+def rank_table_text(call: CallSummary) -> str:
     """Return the table of what each rank computes and sends, abridged for many ranks."""
     from ..bench.common.result import Result
-    from ..ring.schedule.text import shown
-    from .call import rank_rows
+    from ..ring.schedule.formatting import printed_indices
+    from .call_summary import rank_rows
 
     all_rows = rank_rows(call)
     total = max(sum(row["visible pairs"] for row in all_rows), 1)
     units = {"rank": "", "tokens": "", "visible pairs": "", "share": "%", "sends forward": "", "sends backward": ""}
     rows = []
-    for rank in shown(call.layout.world):
+    for rank in printed_indices(call.layout.world):
         if rank is not None:
-            sent = {name: human(all_rows[rank][name], "B") for name in units if name.startswith("sends")}
+            sent = {name: human_count(all_rows[rank][name], "B") for name in units if name.startswith("sends")}
             share = {"rank": rank, "share": 100 * all_rows[rank]["visible pairs"] / total}
             rows.append(all_rows[rank] | share | sent)
     return Result("show", units, [*rows]).text(COLUMNS)
 
 
-def mask_text(call: ShownCall) -> str:
+def mask_text(call: CallSummary) -> str:
     """Return the mask as text, with a row per query, a column per key, and the hop as mark."""
-    from .call import mask_cells
+    from .call_summary import mask_cells
 
     ranks, grid = mask_cells(call, min(max(4 * call.layout.world, LEAST_CELLS), MOST_CELLS))
     rows = [["", *map(_mark, ranks)]]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference.masks import Masks
+from ...reference.masks import MaskOptions
 from ...ring import Layout, Mask, visible_pairs
-from ...ring.prepare import Layouts, mask_of
+from ...ring.prepare import Layouts, mask_from_options
 from ...ring.schedule import mask as patterns
 from ...ring.schedule.mask import UNLIMITED, BlockMask, Longformer
-from .flags import DTYPE_BYTES, Pattern, binary, counted
+from .flags import DTYPE_BYTES, PatternFlag, count_noun, size_text
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 Tensors = tuple[Tensor, ...]
@@ -45,25 +45,25 @@ class AttentionConfig:
     cu_seqlens: tuple[int, ...] | None = None
     seqused_k: tuple[int, ...] | None = None
     prefix_length: int | None = None
-    block_mask: Pattern | None = None
+    block_mask: PatternFlag | None = None
 
     @property
     def title(self) -> str:
         """One line such as ``causal, zigzag, 8k tokens over 4 ranks, B1 H8/8 D64 float32``."""
-        ranks = counted(self.world, "rank")
+        ranks = count_noun(self.world, "rank")
         shape = f"B{self.batch} H{self.heads}/{self.kv_heads} D{self.head_dim} {self.dtype}"
-        return f"{mask_title(self.mask)}, {self.layout}, {binary(self.seqlen)} tokens over {ranks}, {shape}"
+        return f"{mask_label(self.mask)}, {self.layout}, {size_text(self.seqlen)} tokens over {ranks}, {shape}"
 
     @property
     def value_dim(self) -> int:
         return self.head_dim_v or self.head_dim
 
     @cached_property
-    def held(self) -> Layout:
+    def token_layout(self) -> Layout:
         """The layout by which the tokens are split over the ranks."""
-        return self.named(self.layout)
+        return self.layout_by_name(self.layout)
 
-    def named(self, layout: str) -> Layout:
+    def layout_by_name(self, layout: str) -> Layout:
         """Return the tokens in another layout."""
         result: Layout = getattr(Layout, layout)(self.seqlen, self.world)
         return result
@@ -71,10 +71,10 @@ class AttentionConfig:
     @cached_property
     def mask(self) -> Mask:
         """The mask; ValueError if its arguments do not fit each other or the sequence length."""
-        return mask_of(
-            Layouts(self.held, self.held), self.batch, causal=self.causal, window_size=self.window,
+        return mask_from_options(
+            Layouts(self.token_layout, self.token_layout), self.batch, causal=self.causal, window_size=self.window,
             cu_seqlens=self.cu_seqlens, seqused_k=self.seqused_k, prefix_length=self.prefix_length,
-            block_mask=pattern_of(self.seqlen, self.block_mask),
+            block_mask=build_pattern(self.seqlen, self.block_mask),
         )  # fmt: skip
 
     @property
@@ -82,10 +82,10 @@ class AttentionConfig:
         """True if the mask is plain full or plain causal, which every library computes."""
         return self.mask in (Mask(), Mask(causal=True))
 
-    def options(self, device: torch.device) -> Masks:
+    def reference_masks(self, device: torch.device) -> MaskOptions:
         """Return the mask as arguments of ``ringattn.reference.attention``."""
         mask = self.mask
-        arguments = Masks(causal=self.causal, window_size=mask.window, cu_seqlens=self.cu_seqlens)
+        arguments = MaskOptions(causal=self.causal, window_size=mask.window, cu_seqlens=self.cu_seqlens)
         if self.prefix_length:
             arguments["prefix_length"] = self.prefix_length
         if mask.used is not None:
@@ -93,7 +93,7 @@ class AttentionConfig:
         if mask.global_tokens:
             arguments["global_tokens"] = mask.global_tokens
         if mask.blocks is not None:
-            arguments |= Masks(block_mask=mask.blocks.visible.to(device), block_size=mask.blocks.block)
+            arguments |= MaskOptions(block_mask=mask.blocks.visible.to(device), block_size=mask.blocks.block)
         return arguments
 
     @property
@@ -108,9 +108,9 @@ class AttentionConfig:
         generator = torch.Generator().manual_seed(self.seed)
         return tuple(torch.randn(shape, generator=generator).to(DTYPES[self.dtype]) for shape in self.shapes)
 
-    def drawn(self, rank: int, device: torch.device) -> Tensors:
+    def random_shard(self, rank: int, device: torch.device) -> Tensors:
         """Return random q, k, v and dout of one rank's tokens on a device; each rank gets other values."""
-        generator, length = torch.Generator(device).manual_seed(self.seed + rank), self.held.lengths[rank]
+        generator, length = torch.Generator(device).manual_seed(self.seed + rank), self.token_layout.lengths[rank]
         shapes = [(batch, length, *of) for batch, _, *of in self.shapes]
         options: dict[str, Any] = {"generator": generator, "device": device, "dtype": DTYPES[self.dtype]}
         return tuple(torch.randn(shape, **options) for shape in shapes)
@@ -152,7 +152,7 @@ def forward_flops(pairs: int, *, heads: int, head_dim: int, head_dim_v: int | No
     return 2 * pairs * (head_dim + (head_dim if head_dim_v is None else head_dim_v)) * heads * batch
 
 
-def packed(seqlen: int, mean: int, seed: int) -> list[int]:
+def random_boundaries(seqlen: int, mean: int, seed: int) -> list[int]:
     """Draw document boundaries with exponentially distributed lengths; the last document ends at ``seqlen``."""
     if mean < 1:
         raise ValueError(f"documents is {mean}: the mean length must be at least 1 token")
@@ -163,7 +163,7 @@ def packed(seqlen: int, mean: int, seed: int) -> list[int]:
     return boundaries
 
 
-def boundaries_of(
+def document_boundaries(
     seqlen: int, cu_seqlens: Sequence[int] | None, documents: int | None, documents_seed: int | None
 ) -> Sequence[int] | None:
     """Return the document boundaries that ``--cu-seqlens`` or ``--documents`` ask for."""
@@ -171,10 +171,10 @@ def boundaries_of(
         raise ValueError("--documents-seed is given without --documents: it seeds the lengths of those documents")
     if cu_seqlens is not None and documents is not None:
         raise ValueError("--cu-seqlens and --documents are both given: pass one of them")
-    return packed(seqlen, documents, documents_seed or 0) if documents is not None else cu_seqlens
+    return random_boundaries(seqlen, documents, documents_seed or 0) if documents is not None else cu_seqlens
 
 
-def pattern_of(seqlen: int, pattern: Pattern | None) -> BlockMask | Longformer | None:
+def build_pattern(seqlen: int, pattern: PatternFlag | None) -> BlockMask | Longformer | None:
     """Build the block mask that ``--block-mask`` asks for; Longformer's global tokens are the first ones."""
     if pattern is None:
         return None
@@ -186,7 +186,7 @@ def pattern_of(seqlen: int, pattern: Pattern | None) -> BlockMask | Longformer |
     return result
 
 
-def mask_title(mask: Mask) -> str:
+def mask_label(mask: Mask) -> str:
     """Return a short description of a mask."""
     words = ["causal" if mask.causal else ""]
     words.append(f"window {mask.window}" if mask.window != (UNLIMITED, UNLIMITED) else "")

@@ -14,12 +14,12 @@ from torch import Tensor
 from .result import Result, Row
 
 
-class NotHere(Exception):
+class CaseUnavailableError(Exception):
     """This machine lacks what the case needs. The case is skipped, and the message says what is missing."""
 
 
 @dataclass(frozen=True)
-class Number:
+class MeasuredNumber:
     """One measured number; it fails if it exceeds ``limit``, or has a limit and is missing or NaN."""
 
     name: str
@@ -36,7 +36,7 @@ class Number:
         return self.limit is not None and (self.value is None or not self.value <= self.limit)
 
 
-def result_of(case: str, numbers: Sequence[Number], provenance: dict[str, Any]) -> Result:
+def case_result(case: str, numbers: Sequence[MeasuredNumber], provenance: dict[str, Any]) -> Result:
     """Build a result with one row per number and its labels as columns; report the numbers above their limit."""
     labels = dict.fromkeys(name for number in numbers for name in number.labels)
     units = dict.fromkeys(("number", "value", "unit", *labels, "limit", "spread", "note"), "")
@@ -57,7 +57,7 @@ def result_of(case: str, numbers: Sequence[Number], provenance: dict[str, Any]) 
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
+def poison_allocations() -> Iterator[None]:
     """Fill every ``torch.empty`` with NaN, so that an element that is never written fails the comparison."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)  # also turns on fill_uninitialized_memory
@@ -67,8 +67,8 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def distance(ours: Iterable[Tensor], others: Iterable[Tensor]) -> float:
+def relative_distance(ours: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """Return the largest ``|a - b| / |b|`` of the pairs of tensors (Euclidean norm), or NaN if any is NaN."""
-    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, others, strict=True)]
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, expected, strict=True)]
     errors = torch.stack([((a - b).norm() / b.norm()).cpu() for a, b in pairs])
     return float(errors.max())

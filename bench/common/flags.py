@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from ...kinds import Kind, one_of, whole
-from .output import check_targets
-from .ranks import cores, member, ranks_here
+from ...validators import Validator, integer_between, word_choice
+from .output import check_writable
+from .ranks import cores, launched_rank, ranks_here
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ TIMERS = ("events", "graph", "clock")
 """Ways to time a run: CUDA events, events around the replay of a CUDA graph, or the host's clock.
 
 A graph's time contains no host launches. The host's clock contains all of them: the device is idle before and after."""
-OF_RINGS = ("events", "clock")
+RING_TIMERS = ("events", "clock")
 """Timers for a whole ring. Its transfers are posted by the host, so a CUDA graph cannot capture them."""
 
 
@@ -51,7 +51,7 @@ class LayoutName(StrEnum):
     striped = "striped"
 
 
-def size(text: str) -> int:
+def parse_size_text(text: str) -> int:
     """Parse a size such as ``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024)."""
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.strip().lower())
     if match is None:
@@ -61,25 +61,25 @@ def size(text: str) -> int:
     return int(match[1]) * SUFFIXES[match[2]]
 
 
-def parser_of(kind: Kind, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def value_parser(kind: Validator, parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a typer parser that accepts values of one kind."""
 
     def parser(text: str) -> Any:
         try:
-            return kind.read(parse(text))
+            return kind.convert(parse(text))
         except ValueError:
-            raise typer.BadParameter(f"got {text!r}: it must be {kind.takes}") from None
+            raise typer.BadParameter(f"got {text!r}: it must be {kind.expected}") from None
 
     return parser
 
 
-def dtype_of(known: Sequence[str]) -> Callable[[str], str]:
+def dtype_parser(dtype_names: Sequence[str]) -> Callable[[str], str]:
     """Return a parser of dtypes by long or short name."""
-    words = one_of(*(short for short, long in SHORT_DTYPES.items() if long in known), *known)
-    return parser_of(words, lambda text: SHORT_DTYPES.get(text.strip(), text.strip()))
+    words = word_choice(*(short for short, long in SHORT_DTYPES.items() if long in dtype_names), *dtype_names)
+    return value_parser(words, lambda text: SHORT_DTYPES.get(text.strip(), text.strip()))
 
 
-def listed(parser: Callable[[str], T]) -> Callable[[str], list[T]]:
+def comma_list(parser: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return a parser of a comma-separated list such as ``8k,32k``."""
 
     def parse_list(text: str) -> list[T]:
@@ -88,23 +88,30 @@ def listed(parser: Callable[[str], T]) -> Callable[[str], list[T]]:
     return parse_list
 
 
-count, head_dim = parser_of(whole(1, MOST_SIZE), size), parser_of(whole(1, MAX_HEAD_DIM), size)
-sizes, counts, head_dims = listed(size), listed(count), listed(head_dim)
-dtype_name, wire_dtype, grad_wire_dtype = dtype_of([*DTYPE_BYTES]), dtype_of(WIRE_DTYPES), dtype_of(GRAD_WIRE_DTYPES)
-dtype_names = listed(dtype_name)
+count, head_dim = (
+    value_parser(integer_between(1, MOST_SIZE), parse_size_text),
+    value_parser(integer_between(1, MAX_HEAD_DIM), parse_size_text),
+)
+sizes, counts, head_dims = comma_list(parse_size_text), comma_list(count), comma_list(head_dim)
+dtype_name, wire_dtype, grad_wire_dtype = (
+    dtype_parser([*DTYPE_BYTES]),
+    dtype_parser(WIRE_DTYPES),
+    dtype_parser(GRAD_WIRE_DTYPES),
+)
+dtype_names = comma_list(dtype_name)
 _LAYOUTS = f"{', '.join(LayoutName)} or the name of a .json file"
-layout = parser_of(Kind(_LAYOUTS, lambda text: Path(text) if text.endswith(".json") else LayoutName(text)), str)
+layout = value_parser(Validator(_LAYOUTS, lambda text: Path(text) if text.endswith(".json") else LayoutName(text)), str)
 
 
-def window(text: str) -> tuple[int, int]:
+def parse_window(text: str) -> tuple[int, int]:
     """Parse ``4k,0`` as (left, right); -1 means no limit on that side."""
-    sides = [-1 if part.strip() == "-1" else size(part) for part in text.split(",")]
+    sides = [-1 if part.strip() == "-1" else parse_size_text(part) for part in text.split(",")]
     if len(sides) != 2:
         raise typer.BadParameter(f"{text!r} is not a window: it takes LEFT,RIGHT, each a size, or -1 for no limit")
     return sides[0], sides[1]
 
 
-class Pattern(NamedTuple):
+class PatternFlag(NamedTuple):
     """A block-sparse pattern by name, with the parameters of its builder."""
 
     name: str
@@ -119,28 +126,28 @@ PATTERNS = {
 }
 
 
-def pattern(text: str) -> Pattern:
-    """Parse ``strided,block=128,stride=4k`` as a :class:`Pattern` with the parameters in :data:`PATTERNS`."""
+def parse_pattern(text: str) -> PatternFlag:
+    """Parse ``strided,block=128,stride=4k`` as a :class:`PatternFlag` with the parameters in :data:`PATTERNS`."""
     name, *pairs = [part.strip() for part in text.split(",")]
     if name not in PATTERNS:
         raise typer.BadParameter(f"{name!r} is not a pattern: it takes one of {', '.join(PATTERNS)}")
-    parameters = {key.strip(): size(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+    parameters = {key.strip(): parse_size_text(value) for key, _, value in (pair.partition("=") for pair in pairs)}
     if {*parameters} - {"seed"} != {*PATTERNS[name]} or ("seed" in parameters and name != "bigbird"):
         wanted = ",".join(f"{key}=SIZE" for key in PATTERNS[name]) + ("[,seed=SIZE]" if name == "bigbird" else "")
         raise typer.BadParameter(f"{text!r} has other parameters than {name} takes: it takes {name},{wanted}")
-    return Pattern(name, parameters)
+    return PatternFlag(name, parameters)
 
 
 def _target(value: Path | None) -> Path | None:
     """Raise typer.BadParameter before any work if a file cannot be written; used as a typer callback."""
-    check_targets(value)
+    check_writable(value)
     return value
 
 
 def _stream(context: typer.Context, value: str | None) -> str | None:
     """Check the target of --json or --csv; only one of them may be ``-``, standard output."""
     if value != "-":
-        check_targets(value)
+        check_writable(value)
     elif "-" in context.params.values():
         raise typer.BadParameter("--json and --csv are both -: only one of them can go to standard output")
     return value
@@ -168,7 +175,7 @@ Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KvHeads = Annotated[int | None, typer.Option(min=1, help="Key/value heads; default: --heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM, help="Dimension of a head.")]
 Dtype = Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")]
-DtypeOfDevice = Annotated[
+DeviceDtype = Annotated[
     str | None,
     typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16; default: bf16, on the CPU fp32."),
 ]
@@ -191,8 +198,8 @@ DeviceFlag = Annotated[str, typer.Option(help="cpu or cuda; default: cuda if ava
 Timer = Annotated[
     str, typer.Option("--timer", metavar="|".join(TIMERS), help="How to time; default: events, on the CPU clock.")
 ]
-TimerOfRings = Annotated[
-    str, typer.Option("--timer", metavar="|".join(OF_RINGS), help="How to time; default: events, on the CPU clock.")
+RingTimer = Annotated[
+    str, typer.Option("--timer", metavar="|".join(RING_TIMERS), help="How to time; default: events, on the CPU clock.")
 ]
 WireDtype = Annotated[
     str | None,
@@ -219,15 +226,20 @@ Plot = Annotated[
 Causal = Annotated[bool, typer.Option("--causal/--full", help="Causal mask, or full attention.")]
 Window = Annotated[
     Any,
-    typer.Option(parser=window, metavar="LEFT,RIGHT", help="Keys visible left and right of the query; -1: no limit."),
+    typer.Option(
+        parser=parse_window, metavar="LEFT,RIGHT", help="Keys visible left and right of the query; -1: no limit."
+    ),
 ]
 CuSeqlens = Annotated[
     Any, typer.Option("--cu-seqlens", parser=sizes, metavar="0,SIZE,…", help="Boundaries of packed documents.")
 ]
-DocumentsOfMean = Annotated[
+MeanDocumentLength = Annotated[
     int | None,
     typer.Option(
-        "--documents", parser=size, metavar="SIZE", help="Pack documents with exponential lengths of this mean."
+        "--documents",
+        parser=parse_size_text,
+        metavar="SIZE",
+        help="Pack documents with exponential lengths of this mean.",
     ),
 ]
 DocumentsSeed = Annotated[
@@ -241,13 +253,15 @@ SeqUsedK = Annotated[
 ]
 PrefixLength = Annotated[
     int | None,
-    typer.Option(parser=size, metavar="SIZE", help="First positions, visible to every query despite --causal."),
+    typer.Option(
+        parser=parse_size_text, metavar="SIZE", help="First positions, visible to every query despite --causal."
+    ),
 ]
 BlockMaskPattern = Annotated[
     Any,
     typer.Option(
         "--block-mask",
-        parser=pattern,
+        parser=parse_pattern,
         metavar="NAME,KEY=SIZE,…",
         help="; ".join(f"{name}: {', '.join(keys)}" for name, keys in PATTERNS.items()) + ".",
     ),
@@ -256,37 +270,43 @@ BlockMaskPattern = Annotated[
 
 def typed(context: typer.Context) -> dict[str, str]:
     """Return the parameters given on the command line, by name, with their flags as spelled."""
-    sources = {name: context.get_parameter_source(name) for name in spelled(context)}
+    sources = {name: context.get_parameter_source(name) for name in flag_spellings(context)}
     names = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    return {name: flag for name, flag in spelled(context).items() if name in names}
+    return {name: flag for name, flag in flag_spellings(context).items() if name in names}
 
 
-def spelled(context: typer.Context) -> dict[str, str]:
+def flag_spellings(context: typer.Context) -> dict[str, str]:
     """Return the flag of every option, by parameter name."""
     options = [option for option in context.command.params if option.param_type_name == "option"]
     return {option.name or "": max(option.opts, key=len) for option in options}
 
 
-def check_mode(context: typer.Context, mode: str, takes: Collection[str], always: Collection[str] = ()) -> None:
+def check_mode(
+    context: typer.Context, mode: str, mode_parameters: Collection[str], common_parameters: Collection[str] = ()
+) -> None:
     """Raise typer.BadParameter if a flag was given that has no effect in ``mode``.
 
-    ``takes`` and ``always`` name the parameters that have an effect. ``mode`` is part of the error, as in ``on the
+    ``mode_parameters`` and ``common_parameters`` name the parameters that have an effect. ``mode`` is part of the error, as in ``on the
     CPU``.
     """
-    unused = [flag for name, flag in typed(context).items() if name not in {*takes, *always, "json", "csv"}]
+    unused = [
+        flag
+        for name, flag in typed(context).items()
+        if name not in {*mode_parameters, *common_parameters, "json", "csv"}
+    ]
     if unused:
         raise typer.BadParameter(f"{', '.join(unused)} has no effect {mode}: leave it out")
 
 
 def check_needs(context: typer.Context, needs: Mapping[str, str]) -> None:
     """Raise typer.BadParameter if a flag was given without the flag it needs; ``needs`` maps their names."""
-    given_flags, flags = typed(context), spelled(context)
+    given_flags, flags = typed(context), flag_spellings(context)
     for name, other in needs.items():
         if name in given_flags and other not in given_flags:
             raise typer.BadParameter(f"{given_flags[name]} is given without {flags[other]}: it has no effect alone")
 
 
-def check_apart(context: typer.Context, *names: str) -> None:
+def check_exclusive(context: typer.Context, *names: str) -> None:
     """Raise typer.BadParameter if more than one of these parameters was given."""
     conflicting = [flag for name, flag in typed(context).items() if name in names]
     if len(conflicting) > 1:
@@ -298,11 +318,11 @@ def read_layout(context: typer.Context, path: Path, *apart: str) -> Layout:
 
     Raise typer.BadParameter if a parameter of ``apart`` was given too, or if the file holds no full layout.
     """
-    from ...kernels.files import read_object
+    from ...kernels.json_files import read_object
     from ...ring import Layout
 
     for name in apart:
-        check_apart(context, "layout", name)
+        check_exclusive(context, "layout", name)
     try:
         fields = read_object(path)
         if [*fields] != ["spans_per_rank"]:
@@ -316,7 +336,7 @@ def read_layout(context: typer.Context, path: Path, *apart: str) -> Layout:
     return layout
 
 
-def kv_heads_of(heads: int, kv_heads: int | None) -> int:
+def resolve_kv_heads(heads: int, kv_heads: int | None) -> int:
     """Return ``--kv-heads``, or else ``--heads``; raise typer.BadParameter if it does not divide ``--heads``."""
     kv_heads = kv_heads or heads
     if heads % kv_heads:
@@ -333,7 +353,7 @@ def check_chunks(chunks: Sequence[int], kv_heads: int) -> None:
         raise typer.BadParameter(f"--chunks is {listed}: it must be 1 to {kv_heads}, the number of key/value heads")
 
 
-def check_transport(name: str, device: str, world: int) -> None:
+def check_transport_flag(name: str, device: str, world: int) -> None:
     """Raise typer.BadParameter if a transport is unknown or does not fit the device or the processes."""
     from ...comm.registry import AUTO, PROCESSES, find_transport, transport_names
 
@@ -352,22 +372,22 @@ def check_transport(name: str, device: str, world: int) -> None:
         )
 
 
-def resolve_world(given: int | None, default: int) -> int:
+def resolve_world(requested: int | None, default: int) -> int:
     """Return the number of ranks: the launcher's, which ``--world`` must equal, or ``--world``, or the default."""
-    place = member()
+    place = launched_rank()
     if place is None:
-        return default if given is None else given
-    if given not in (None, place.world):
-        raise typer.BadParameter(f"--world is {given}: the launcher started {place.world} ranks; leave it out")
+        return default if requested is None else requested
+    if requested not in (None, place.world):
+        raise typer.BadParameter(f"--world is {requested}: the launcher started {place.world} ranks; leave it out")
     return place.world
 
 
-def resolve_threads(given: int | None, world: int) -> int:
+def resolve_threads(requested: int | None, world: int) -> int:
     """Return the threads of each of ``world`` ranks: ``--threads``, or a rank's share of the cores."""
-    return given or max(1, cores() // ranks_here(world))
+    return requested or max(1, cores() // ranks_here(world))
 
 
-def device_name(text: str) -> str:
+def parse_device_kind(text: str) -> str:
     """Return ``cpu`` or ``cuda``; an empty text means cuda if it is available."""
     import torch
 
@@ -379,29 +399,29 @@ def device_name(text: str) -> str:
     return text or ("cuda" if has_cuda else "cpu")
 
 
-def device_here(name: str | None = None) -> torch.device:
+def resolve_device(name: str | None = None) -> torch.device:
     """Return the device to measure; raise typer.BadParameter if it is unknown or not available."""
     import torch
 
-    kind = device_name(name or "")
+    kind = parse_device_kind(name or "")
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
-def timer_on(kind: str, timer: str, takes: Sequence[str] = TIMERS) -> str:
+def resolve_timer(kind: str, timer: str, supported: Sequence[str] = TIMERS) -> str:
     """Return ``timer``, or the default of this kind of device; raise typer.BadParameter if it does not fit."""
     default = "events" if kind == "cuda" else "clock"
-    known = takes if kind == "cuda" else (default,)
+    known = supported if kind == "cuda" else (default,)
     if (timer or default) not in known:
         raise typer.BadParameter(f"--timer is {timer!r}: on {kind} it must be one of {', '.join(known)}")
     return timer or default
 
 
-def timer_of_rings(device: str, timer: str) -> str:
+def resolve_ring_timer(device: str, timer: str) -> str:
     """Return the timer of a ring on this kind of device; raise typer.BadParameter if it does not fit."""
-    return timer_on(device, timer, OF_RINGS)
+    return resolve_timer(device, timer, RING_TIMERS)
 
 
-def human(count: float, unit: str = "") -> str:
+def human_count(count: float, unit: str = "") -> str:
     """Format a number with three digits and a decimal prefix: ``67.1 MB``, ``1.02 T``."""
     power = 0
     while count >= 999.5 and power < len(PREFIXES) - 1:
@@ -410,12 +430,12 @@ def human(count: float, unit: str = "") -> str:
     return f"{count:.{digits}f} {PREFIXES[power]}{unit}".rstrip()
 
 
-def counted(number: int, noun: str) -> str:
+def count_noun(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 node``, ``2 nodes``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def binary(count: int) -> str:
+def size_text(count: int) -> str:
     """Format a number of tokens as it is typed: ``8k``, ``1m``, or ``1000`` if no suffix divides it."""
     for suffix, unit in (("m", 1024**2), ("k", 1024)):
         if count and count % unit == 0:

@@ -23,22 +23,22 @@ from typing import Any, TypeVar
 
 import typer
 
-from .ranks import LOOPBACK, TORCHRUN, member
+from .ranks import LOOPBACK, TORCHRUN, launched_rank
 
 T = TypeVar("T")
 
 
-def spawn(world: int, measure: Callable[..., T], *arguments: object, device: str = "cpu") -> T:
+def run_process_group(world: int, measure: Callable[..., T], *arguments: object, device: str = "cpu") -> T:
     """Call ``measure(place, device, *arguments)`` on every rank of a process group.
 
     Under a launcher, every process returns its own result. Otherwise ``world`` new processes are the ranks, and rank
     0's result is returned. If a rank fails, its error is printed and typer.Exit raised. ``measure`` must be a function
     at module level.
     """
-    if member() is not None:
+    if launched_rank() is not None:
         return _in_group(device, measure, arguments)
     try:
-        result: T = launch(world, _in_group, device, measure, arguments)
+        result: T = launch_processes(world, _in_group, device, measure, arguments)
         return result
     except ChildProcessError as error:
         typer.echo(f"a rank failed: {error}", err=True)
@@ -48,19 +48,19 @@ def spawn(world: int, measure: Callable[..., T], *arguments: object, device: str
 def _in_group(kind: str, measure: Callable[..., T], arguments: tuple[object, ...]) -> T:
     from .process_group import process_group
 
-    place = member()
+    place = launched_rank()
     assert place is not None
     device = place.shared_device(kind)
     with process_group(place, device):
         return measure(place, device, *arguments)
 
 
-def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
+def launch_processes(world: int, entry: Callable[..., T], *arguments: object) -> T:
     """Call ``entry(*arguments)``, a function at module level, in ``world`` new processes; return rank 0's result.
 
     If a process raises or dies, the others are killed and ChildProcessError is raised.
     """
-    with start(world, entry, *arguments) as (folder, ranks):
+    with start_processes(world, entry, *arguments) as (folder, ranks):
         while None in (codes := [process.poll() for process in ranks]) and not any(codes):
             time.sleep(0.02)
         for rank, code in ((rank, code) for rank, code in enumerate(codes) if code):
@@ -72,10 +72,10 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
 
 
 @contextmanager
-def start(
+def start_processes(
     world: int, entry: Callable[..., Any], *arguments: object
 ) -> Iterator[tuple[Path, list[subprocess.Popen[bytes]]]]:
-    """Yield the folder for results and the processes of :func:`launch`; kill them at the end."""
+    """Yield the folder for results and the processes of :func:`launch_processes`; kill them at the end."""
     import torch
     from torch._C._distributed_c10d import TCPStore
 
@@ -84,7 +84,7 @@ def start(
     store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listening)
     shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": store.port}
     shared |= {TORCHRUN: "ringattn", "TORCHELASTIC_USE_AGENT_STORE": True, "PYTHONPATH": os.pathsep.join(sys.path)}
-    shared |= sharing(world, torch.cuda.device_count())
+    shared |= gpu_sharing_environment(world, torch.cuda.device_count())
     ranks: list[subprocess.Popen[bytes]] = []
     with TemporaryDirectory(prefix="ringattn-") as folder:
         Path(folder, "call").write_bytes(pickle.dumps((sys.argv, entry, arguments)))
@@ -103,7 +103,7 @@ def start(
 
 
 def run_rank(folder: str, parent: int) -> None:
-    """Run one process of :func:`launch`; write rank 0's result, or the traceback of any rank, to a file."""
+    """Run one process of :func:`launch_processes`; write rank 0's result, or the traceback of any rank, to a file."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     if os.getppid() != parent:
         sys.exit(1)
@@ -117,7 +117,7 @@ def run_rank(folder: str, parent: int) -> None:
         Path(folder, "result").write_bytes(pickle.dumps(result))
 
 
-def sharing(ranks: int, gpus: int) -> dict[str, str]:
+def gpu_sharing_environment(ranks: int, gpus: int) -> dict[str, str]:
     """Return the environment in which ranks share fewer GPUs by NCCL 2.30 or later; empty if each has its own."""
     # NCCL's documentation asks for a limit if more than two ranks share a GPU. It overrides Limits.
     bound = {"NCCL_MAX_CTAS": "4"} if ranks > 2 * gpus else {}

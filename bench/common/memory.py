@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import typer
 
-from .flags import binary
-from .ranks import TORCHRUN, member, ranks_here
+from .flags import size_text
+from .ranks import TORCHRUN, launched_rank, ranks_here
 
 if TYPE_CHECKING:
     from .attention import AttentionConfig
 
 GB = 1e9
 PROCESS_BYTES = 400 << 20  # Python, torch and its libraries
-USED = 0.9  # share of the free memory; the rest is for allocations that no estimate contains
-STEP = 1024  # sizes that fit are reported as multiples of STEP
+MAX_MEMORY_SHARE = 0.9  # share of the free memory; the rest is for allocations that no estimate contains
+SIZE_STEP = 1024  # sizes that fit are reported as multiples of STEP
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 MAPPED_BYTES = 64 << 10
 KEPT_BYTES = 32 << 20  # largest block size for which glibc raises its mmap threshold
@@ -75,7 +75,7 @@ def _resident(field: str) -> int:
 
 
 @contextlib.contextmanager
-def freed_at_once(device: torch.device) -> Iterator[None]:
+def return_freed_memory(device: torch.device) -> Iterator[None]:
     """Let glibc on the CPU return every large block when it is freed, so that resident memory is memory in use.
 
     By default glibc keeps freed blocks for later. The default returns at the end, because mapping every block is slow.
@@ -91,87 +91,99 @@ def freed_at_once(device: torch.device) -> Iterator[None]:
             ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
 
 
-class Needs(NamedTuple):
+class MemoryNeeds(NamedTuple):
     """Bytes that a measurement needs: on the host in all, and on each GPU."""
 
     host: int
     gpu: int = 0
 
 
-def needs_on(device: torch.device, nbytes: int) -> Needs:
+def tensor_needs(device: torch.device, nbytes: int) -> MemoryNeeds:
     """Return the needs of ``nbytes`` of tensors of this process."""
-    return Needs(0, nbytes) if device.type == "cuda" else Needs(nbytes)
+    return MemoryNeeds(0, nbytes) if device.type == "cuda" else MemoryNeeds(nbytes)
 
 
-def needs_of_ranks(each: int, device: torch.device, ranks_here: int) -> Needs:
+def rank_needs(bytes_per_rank: int, device: torch.device, ranks_here: int) -> MemoryNeeds:
     """Return the needs of the ranks of one machine; ranks share GPUs if there are fewer GPUs than ranks."""
     processes = ranks_here * PROCESS_BYTES
     if device.type == "cpu":
-        return Needs(processes + ranks_here * each)
-    return Needs(processes, -(-ranks_here // gpus_of(ranks_here)) * each)
+        return MemoryNeeds(processes + ranks_here * bytes_per_rank)
+    return MemoryNeeds(processes, -(-ranks_here // usable_gpus(ranks_here)) * bytes_per_rank)
 
 
-def gpus_of(ranks_here: int) -> int:
+def usable_gpus(ranks_here: int) -> int:
     """Return the number of GPUs that the ranks of this machine use; srun may show each rank only its own."""
     gpus = max(1, torch.cuda.device_count())
-    hidden = gpus == 1 and member() is not None and TORCHRUN not in os.environ
+    hidden = gpus == 1 and launched_rank() is not None and TORCHRUN not in os.environ
     return ranks_here if hidden else gpus
 
 
-def free_here(device: torch.device) -> Needs:
+def free_memory_here(device: torch.device) -> MemoryNeeds:
     """Return the free memory of this machine; under a launcher each rank checks its own GPU."""
-    place = member()
+    place = launched_rank()
     if device.type != "cuda":
-        return Needs(free_memory(torch.device("cpu")))
+        return MemoryNeeds(free_memory(torch.device("cpu")))
     if place is not None:
         device = torch.device("cuda", place.local_rank % max(1, torch.cuda.device_count()))
-    return Needs(free_memory(torch.device("cpu")), free_memory(device))
+    return MemoryNeeds(free_memory(torch.device("cpu")), free_memory(device))
 
 
-def refuse_too_large(
-    option: str, size: int, needed: Callable[[int], Needs], device: torch.device, *, unit: str, step: int = STEP
+def check_size_fits(
+    option: str,
+    size: int,
+    needed_for: Callable[[int], MemoryNeeds],
+    device: torch.device,
+    *,
+    unit: str,
+    step: int = SIZE_STEP,
 ) -> None:
     """Raise typer.BadParameter if a size needs more than 90% of this machine's free memory, naming a size that fits.
 
     Args:
         option: The flag that sets the size.
         size: The requested size.
-        needed: Returns the needs of this machine for a size.
+        needed_for: Returns the needs of this machine for a size.
         device: The device to measure.
         unit: Unit of the size, such as ``tokens``.
         step: The size that fits is a multiple of ``step``.
     """
-    if refusal := too_large(size, needed, free_here(device), unit=unit, step=step):
+    if refusal := size_refusal(size, needed_for, free_memory_here(device), unit=unit, step=step):
         raise typer.BadParameter(f"{option}: {refusal}")
 
 
-def refuse_ranks(
-    option: str, config: AttentionConfig, taken: Callable[[AttentionConfig], int | Needs], *, per_rank: bool = False
+def check_ranks_fit(
+    option: str,
+    config: AttentionConfig,
+    needed_for: Callable[[AttentionConfig], int | MemoryNeeds],
+    *,
+    per_rank: bool = False,
 ) -> None:
     """Raise typer.BadParameter if an attention over ranks does not fit into this machine's free memory.
 
-    ``option`` sets the tokens in all, or with ``per_rank`` those of each rank. ``taken`` returns the tensor bytes of
+    ``option`` sets the tokens in all, or with ``per_rank`` those of each rank. ``needed_for`` returns the tensor bytes of
     each rank, or the needs of all ranks of this machine.
     """
     device, local_ranks, tokens = torch.device(config.device), ranks_here(config.world), config.world if per_rank else 1
 
-    def needed(size: int) -> Needs:
-        bytes_taken = taken(replace(config, seqlen=size * tokens))
-        return bytes_taken if isinstance(bytes_taken, Needs) else needs_of_ranks(bytes_taken, device, local_ranks)
+    def needed(size: int) -> MemoryNeeds:
+        bytes_taken = needed_for(replace(config, seqlen=size * tokens))
+        return bytes_taken if isinstance(bytes_taken, MemoryNeeds) else rank_needs(bytes_taken, device, local_ranks)
 
     unit = f"tokens {'on each of' if per_rank else 'over'} {config.world} ranks"
-    refuse_too_large(option, config.seqlen // tokens, needed, device, unit=unit)
+    check_size_fits(option, config.seqlen // tokens, needed, device, unit=unit)
 
 
-def too_large(size: int, needed: Callable[[int], Needs], free: Needs, *, unit: str, step: int = STEP) -> str | None:
+def size_refusal(
+    size: int, needed_for: Callable[[int], MemoryNeeds], free: MemoryNeeds, *, unit: str, step: int = SIZE_STEP
+) -> str | None:
     """Return why a size does not fit and the largest multiple of ``step`` that does, or None if it fits."""
 
     def excess(count: int) -> list[str]:
-        wanted, names = needed(count), ("memory", "GPU memory")
+        wanted, names = needed_for(count), ("memory", "GPU memory")
         return [
             f"{nbytes / GB:.1f} GB of {name}, {available / GB:.1f} GB are free"
             for name, nbytes, available in zip(names, wanted, free, strict=True)
-            if nbytes > USED * available
+            if nbytes > MAX_MEMORY_SHARE * available
         ]
 
     reasons = excess(size)
@@ -179,5 +191,5 @@ def too_large(size: int, needed: Callable[[int], Needs], free: Needs, *, unit: s
         return None
     steps = range(1, -(-size // step))
     largest = step * bisect_left(steps, True, key=lambda number: bool(excess(number * step)))
-    fits = f"{binary(largest)} fits" if largest else f"not even {binary(step)} fits"
+    fits = f"{size_text(largest)} fits" if largest else f"not even {size_text(step)} fits"
     return f"{size:,} {unit} take {' and '.join(reasons)}: {fits}"

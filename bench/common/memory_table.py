@@ -13,22 +13,22 @@ from math import prod
 from typing import NamedTuple
 
 from ...ring.schedule.schedule import DKV_SLOTS, RAIL_SLOTS, ROOT_SLOTS
-from ...ring.wire import Wire, grad_wire_of, wire_of
+from ...ring.wire import Wire, resolve_grad_wire, resolve_wire
 from .attention import DTYPES, AttentionConfig
-from .errors import BLOCK_BYTES, chosen_heads
+from .errors import BLOCK_BYTES, judged_heads
 from .flags import KV_SLOTS
 from .timing import FLUSH_BYTES
 
 FP32, FP64 = 4, 8
-OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process on all cores"
+OURS, ONE_DEVICE, ALL_CORES = "ringattn", "one device", "one process on all cores"
 BASELINE, ALL_GATHER, ULYSSES, LUCIDRAINS = "baseline ring", "all-gather", "Ulysses", "ring-attention-pytorch"
 BUCKET, SCORES_AT_ONCE = 1024, 6  # of ring-attention-pytorch: tokens of a bucket, score tensors of a bucket
 JUDGED_BLOCKS = 5  # tensors of a block's scores alive at once in the float64 backward
-LETTERS, LOGITS_AT_ONCE = 256, 4  # of the byte-level decoder that `demo` trains
+VOCABULARY_SIZE, LOGITS_AT_ONCE = 256, 4  # of the byte-level decoder that `demo` trains
 DENSE_MASK = 5  # bytes per (query, key) pair while a mask tensor is built, next to its additive form
 
 
-class ElementBytes(NamedTuple):
+class BytesPerElement(NamedTuple):
     """Bytes per element of q and k, for this rank's tokens (q, k) and for all tokens (all_q, all_k)."""
 
     q: int
@@ -37,65 +37,69 @@ class ElementBytes(NamedTuple):
     all_k: int = 0
 
 
-def candidate_rows(e: int) -> dict[str, ElementBytes]:
+def candidate_rows(e: int) -> dict[str, BytesPerElement]:
     """Return each candidate's bytes per element; 4e are q, k, v, dout, out, dq, dk and dv."""
     return {
-        OURS: ElementBytes(4 * e + FP32, 5 * e),  # dQ in fp32, dK/dV of a chunk; slots are extra
+        OURS: BytesPerElement(4 * e + FP32, 5 * e),  # dQ in fp32, dK/dV of a chunk; slots are extra
         # two buffers of K/V; dK/dV accumulators sent and received; dK/dV of a block; dQ in fp32 and of a block
-        BASELINE: ElementBytes(5 * e + FP32, 10 * e + 4 * FP32),
+        BASELINE: BytesPerElement(5 * e + FP32, 10 * e + 4 * FP32),
         # K/V of all tokens; gradients of all tokens in fp32, one of them a second time in rank order
-        ALL_GATHER: ElementBytes(4 * e + FP32, 4 * e, 0, 2 * e + 3 * FP32),
+        ALL_GATHER: BytesPerElement(4 * e + FP32, 4 * e, 0, 2 * e + 3 * FP32),
         # a second copy of everything split by heads, gradients in fp32, and two tensors in transit
-        ULYSSES: ElementBytes(9 * e + FP32, 6 * e + 2 * FP32),
-        LUCIDRAINS: ElementBytes(4 * e + 2 * FP32, 4 * e + 8 * FP32),  # K/V in transit, fp32 results; scores are extra
-        WHOLE: ElementBytes(0, 0, 4 * e, 4 * e),
-        ALL_CORES: ElementBytes(0, 0, 4 * e, 4 * e),
+        ULYSSES: BytesPerElement(9 * e + FP32, 6 * e + 2 * FP32),
+        LUCIDRAINS: BytesPerElement(
+            4 * e + 2 * FP32, 4 * e + 8 * FP32
+        ),  # K/V in transit, fp32 results; scores are extra
+        ONE_DEVICE: BytesPerElement(0, 0, 4 * e, 4 * e),
+        ALL_CORES: BytesPerElement(0, 0, 4 * e, 4 * e),
     }
 
 
-def forward_rows(e: int) -> dict[str, ElementBytes]:
+def forward_rows(e: int) -> dict[str, BytesPerElement]:
     """Return the rows of a forward without gradients; the 2e of a row are q, out, k and v."""
     return {
-        OURS: ElementBytes(2 * e + FP32, 2 * e),  # the running out in fp32; slots are extra
+        OURS: BytesPerElement(2 * e + FP32, 2 * e),  # the running out in fp32; slots are extra
         # two buffers of K/V; the running out, two tensors of a merge, out of a block
-        BASELINE: ElementBytes(2 * e + 3 * FP32, 6 * e),
-        ALL_GATHER: ElementBytes(2 * e, 2 * e, 0, 3 * e),  # K/V of all tokens, one of them a second time in rank order
-        ULYSSES: ElementBytes(6 * e, 4 * e),  # a second copy split by heads, two tensors in transit
+        BASELINE: BytesPerElement(2 * e + 3 * FP32, 6 * e),
+        ALL_GATHER: BytesPerElement(
+            2 * e, 2 * e, 0, 3 * e
+        ),  # K/V of all tokens, one of them a second time in rank order
+        ULYSSES: BytesPerElement(6 * e, 4 * e),  # a second copy split by heads, two tensors in transit
     }
 
 
-def exchanged_name(degree: int, world: int) -> str:
+def mesh_name(degree: int, world: int) -> str:
     """Return the name of a mesh: Ulysses over ``degree`` ranks, and a ring over the groups."""
     return f"{ULYSSES} {degree} x ring {world // degree}"
 
 
-def degree_of(name: str) -> int | None:
-    """Return the number of ranks that exchange heads, from an ``exchanged_name``; None for other names."""
+def exchange_degree(name: str) -> int | None:
+    """Return the number of ranks that exchange heads, from an ``mesh_name``; None for other names."""
     return int(name.split()[1]) if name.startswith(f"{ULYSSES} ") else None
 
 
-def kind_of(name: str) -> str:
+def candidate_kind(name: str) -> str:
     """Return a candidate's name without its layout."""
     return OURS if name.startswith(f"{OURS} ") else name
 
 
-def elements(config: AttentionConfig) -> tuple[int, int]:
+def elements_per_token(config: AttentionConfig) -> tuple[int, int]:
     """Return the elements per token of q and of k."""
     return config.batch * config.heads * config.head_dim, config.batch * config.kv_heads * config.head_dim
 
 
-def item(config: AttentionConfig) -> int:
+def element_bytes(config: AttentionConfig) -> int:
     return DTYPES[config.dtype].itemsize
 
 
-def shard(config: AttentionConfig) -> int:
+def shard_tokens(config: AttentionConfig) -> int:
     """Return the number of tokens of the longest shard."""
     return -(-config.seqlen // config.world)
 
 
-def inputs(config: AttentionConfig) -> int:
+def input_bytes(config: AttentionConfig) -> int:
     """Return the bytes per token of q, k, v and dout."""
-    return 2 * sum(elements(config)) * item(config)
+    return 2 * sum(elements_per_token(config)) * element_bytes(config)
 
 
 @dataclass(frozen=True)
@@ -113,13 +117,13 @@ PLAIN_RING = RingForm()
 
 def ring_parts(config: AttentionConfig, form: RingForm = PLAIN_RING, *, backward: bool = True) -> dict[str, int]:
     """Return the peak memory of a rank of our ring, as bytes by purpose, with or without a backward."""
-    (q, k), e, n = elements(config), item(config), shard(config)
+    (q, k), e, n = elements_per_token(config), element_bytes(config), shard_tokens(config)
     if not backward:
-        own = {"q, k, v and out": n * inputs(config), "carried out, fp32": n * q * FP32}
+        own = {"q, k, v and out": n * input_bytes(config), "carried out, fp32": n * q * FP32}
         return own | slot_parts(config, form, backward=False)
     own = {
-        "q, k, v and out": n * inputs(config),
-        "their gradients": n * inputs(config),
+        "q, k, v and out": n * input_bytes(config),
+        "their gradients": n * input_bytes(config),
         "dQ, fp32": n * q * FP32,
         "dK/dV of a chunk": n * k * e,
     }
@@ -134,8 +138,8 @@ def slot_parts(config: AttentionConfig, form: RingForm = PLAIN_RING, *, backward
     """
     if config.world == 1:
         return {}
-    dtype, elements_of_kv = DTYPES[config.dtype], 2 * shard(config) * elements(config)[1]
-    wire, grad_wire = wire_of(form.wire_dtype, dtype), grad_wire_of(form.grad_wire_dtype)
+    dtype, elements_of_kv = DTYPES[config.dtype], 2 * shard_tokens(config) * elements_per_token(config)[1]
+    wire, grad_wire = resolve_wire(form.wire_dtype, dtype), resolve_grad_wire(form.grad_wire_dtype)
     kv, dkv = elements_of_kv * dtype.itemsize, elements_of_kv * FP32
     parts = {"K/V slots": (form.slots + ROOT_SLOTS * form.two_level + (wire is not None)) * _on_wire(config, wire, kv)}
     if backward:
@@ -151,7 +155,7 @@ def _on_wire(config: AttentionConfig, wire: Wire | None, plain: int) -> int:
     """Return the bytes of one rank's K/V pair, or dK/dV pair, as they are sent."""
     if wire is None:
         return plain
-    shape = (config.batch, shard(config), config.kv_heads, config.head_dim)
+    shape = (config.batch, shard_tokens(config), config.kv_heads, config.head_dim)
     return 2 * sum(prod(size) * dtype.itemsize for size, dtype in wire.specs(shape))
 
 
@@ -165,29 +169,29 @@ def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_R
     Unknown kinds count as the baseline ring. ``backward=False`` counts a forward alone, for the kinds of
     :func:`forward_rows`.
     """
-    if (degree := degree_of(kind)) is not None:
+    if (degree := exchange_degree(kind)) is not None:
         return mesh_bytes(config, degree, form, backward=backward)
-    rows = (candidate_rows if backward else forward_rows)(item(config))
-    row, (q, k), n = rows.get(kind, rows[BASELINE]), elements(config), shard(config)
+    rows = (candidate_rows if backward else forward_rows)(element_bytes(config))
+    row, (q, k), n = rows.get(kind, rows[BASELINE]), elements_per_token(config), shard_tokens(config)
     nbytes = n * (row.q * q + row.k * k) + config.seqlen * (row.all_q * q + row.all_k * k)
     if kind == OURS:
         nbytes += ring_slots(config, form, backward=backward)
     if kind == LUCIDRAINS:
         nbytes += SCORES_AT_ONCE * config.batch * config.heads * min(BUCKET, n) ** 2 * FP32
-    if kind in (WHOLE, ALL_CORES):  # lse; on a GPU, FlashAttention's backward accumulates dQ in fp32
+    if kind in (ONE_DEVICE, ALL_CORES):  # lse; on a GPU, FlashAttention's backward accumulates dQ in fp32
         nbytes += config.seqlen * (config.batch * config.heads + (q if config.device != "cpu" else 0)) * FP32
     return nbytes
 
 
 def mesh_bytes(config: AttentionConfig, degree: int, form: RingForm = PLAIN_RING, *, backward: bool = True) -> int:
     """Return the bytes of a rank of a mesh: Ulysses over ``degree`` ranks with repeated heads, and a ring's slots."""
-    e, kv_heads = item(config), max(1, config.kv_heads // degree)
+    e, kv_heads = element_bytes(config), max(1, config.kv_heads // degree)
     group = replace(config, world=config.world // degree, heads=config.heads // degree, kv_heads=kv_heads)
     repeated = kv_heads * degree - config.kv_heads
     # The row of Ulysses counts only this rank's own heads.
     by_heads = config.batch * repeated * config.head_dim * (2 * e + 2 * FP32 * backward)
-    carried = FP32 * elements(config)[0] * (group.world > 1 and not backward)  # the backward's 9e covers it
-    own = candidate_bytes(ULYSSES, config, backward=backward) + shard(config) * (by_heads + carried)
+    carried = FP32 * elements_per_token(config)[0] * (group.world > 1 and not backward)  # the backward's 9e covers it
+    own = candidate_bytes(ULYSSES, config, backward=backward) + shard_tokens(config) * (by_heads + carried)
     return own + ring_slots(group, form, backward=backward)
 
 
@@ -197,39 +201,41 @@ def settings_bytes(config: AttentionConfig, slots: Sequence[int]) -> int:
     Every setting has its own inputs, out, lse and slots. One step runs at a time: a backward's fp32 dQ, its chunks
     before they are joined, dK and dV, or the inputs drawn in fp32.
     """
-    (q, k), e = elements(config), item(config)
-    per_setting = inputs(config) + q * e + config.batch * config.heads * FP32
+    (q, k), e = elements_per_token(config), element_bytes(config)
+    per_setting = input_bytes(config) + q * e + config.batch * config.heads * FP32
     rings = [0 if config.world == 1 else 2 * k * (count * e + DKV_SLOTS * FP32) for count in slots]
     running = max(q * (FP32 + 2 * e) + 3 * k * e, 2 * (q + k) * FP32)
-    return shard(config) * (sum(per_setting + slot_bytes for slot_bytes in rings) + running) + flush_bytes(
+    return shard_tokens(config) * (sum(per_setting + slot_bytes for slot_bytes in rings) + running) + flush_bytes(
         config.device
     )
 
 
 def tuned_bytes(config: AttentionConfig, rings: int) -> int:
     """Return the bytes of a rank of ``tune --ring``, where chunks are joined and all rings keep their slots."""
-    joined = 2 * shard(config) * elements(config)[0] * item(config)
+    joined = 2 * shard_tokens(config) * elements_per_token(config)[0] * element_bytes(config)
     return candidate_bytes(OURS, config) + joined + (rings - 1) * ring_slots(config)
 
 
 def judged_bytes(config: AttentionConfig, seqlen: int | None = None) -> int:
     """Return the bytes for judging the chosen heads: of float64 and a block's scores, or of PyTorch."""
     n = config.seqlen if seqlen is None else seqlen
-    chosen = len(chosen_heads(config.batch, config.heads, config.kv_heads, n, n))
+    chosen = len(judged_heads(config.batch, config.heads, config.kv_heads, n, n))
     heads, dims = chosen * config.heads // config.kv_heads, config.head_dim + config.value_dim
     elements_once = config.batch * n * (heads + chosen) * dims
     row = config.batch * heads * n
     block = max(min(BLOCK_BYTES, row * n * FP64), row * FP64)
-    plain = 2 * elements_once * item(config)
+    plain = 2 * elements_once * element_bytes(config)
     if not config.is_plain:
         masks = 1 if config.mask.used is None else config.batch
-        plain += masks * n**2 * (item(config) + DENSE_MASK) + config.batch * n * heads * dims * item(config)
+        plain += masks * n**2 * (element_bytes(config) + DENSE_MASK) + config.batch * n * heads * dims * element_bytes(
+            config
+        )
     return elements_once * FP64 + max(elements_once * FP64 + JUDGED_BLOCKS * block, plain)
 
 
 def kernels_bytes(config: AttentionConfig, seqlen: int, ours: int, theirs: int, product_side: int) -> int:
     """Return the bytes of ``bench kernels``: inputs, kept tensors, one running contender, float64 results."""
-    e, tokens, dims = item(config), config.batch * seqlen, config.head_dim + config.value_dim
+    e, tokens, dims = element_bytes(config), config.batch * seqlen, config.head_dim + config.value_dim
     input_bytes = (
         tokens * (config.heads + config.kv_heads) * dims * e
     )  # q, k, v, dout; out, dq, dk, dv have the same size
@@ -244,7 +250,7 @@ def kernels_bytes(config: AttentionConfig, seqlen: int, ours: int, theirs: int, 
 
 def trained_bytes(tokens: int, layers: int, q: int, k: int, e: int) -> int:
     """Return the bytes of the ``demo`` decoder on the whole sequence: tensors its layers keep, then both ends."""
-    return tokens * e * (layers * (15 * q + 4 * k) + 6 * q + LOGITS_AT_ONCE * LETTERS)
+    return tokens * e * (layers * (15 * q + 4 * k) + 6 * q + LOGITS_AT_ONCE * VOCABULARY_SIZE)
 
 
 def flush_bytes(device: str) -> int:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import typer
 
-from .ranks import member
+from .ranks import launched_rank
 
 
-def prints() -> bool:
+def is_printing_rank() -> bool:
     """Return True if this process prints and writes: the only process, or rank 0 under a launcher."""
-    place = member()
+    place = launched_rank()
     return place is None or place.rank == 0
 
 
-def check_targets(*targets: str | Path | None) -> None:
+def check_writable(*targets: str | Path | None) -> None:
     """Raise typer.BadParameter if a file cannot be written, before minutes of work instead of after."""
     for target in targets:
         path, reason = Path(str(target)), ""
@@ -43,7 +43,7 @@ def write_file(target: str | Path, data: str | bytes) -> None:
     """Write a regular file and make its folders; raise typer.BadParameter if it cannot be written."""
     try:
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-        check_targets(target)
+        check_writable(target)
         Path(target).write_bytes(data.encode() if isinstance(data, str) else data)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {target}: {error.strerror}") from None

@@ -19,17 +19,17 @@ import typer
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from .ranks import JOB, LOOPBACK, TORCHRUN, Member
+from .ranks import JOB, LOOPBACK, TORCHRUN, LaunchedRank
 
 TIMEOUT = timedelta(minutes=10)  # for one wait for other ranks: far more than a step of the demo takes
-LATER = 3.0  # seconds
+CONSEQUENCE_DELAY = 3.0  # seconds
 PORTS = range(10_000, 30_000)  # below the ephemeral ports of outgoing connections
 
 _groups = itertools.count()
 
 
 @contextmanager
-def process_group(place: Member, device: torch.device) -> Iterator[None]:
+def process_group(place: LaunchedRank, device: torch.device) -> Iterator[None]:
     """Open the default group of torch.distributed over all ranks: gloo, and on GPUs also NCCL."""
     backend = "gloo"
     if device.type == "cuda":
@@ -40,17 +40,17 @@ def process_group(place: Member, device: torch.device) -> Iterator[None]:
             os.environ.setdefault(name, "lo")
     # Every group gets its own prefix: a rank that opens the next group early would read keys of the last group.
     store = PrefixStore(str(next(_groups)), _store(place))
-    with consequences_later():  # another rank may fail before all have met
+    with delay_secondary_errors():  # another rank may fail before all have met
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
     try:
-        with consequences_later():  # peers see this rank's error only when the group closes
+        with delay_secondary_errors():  # peers see this rank's error only when the group closes
             yield
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def consequences_later() -> Iterator[None]:
+def delay_secondary_errors() -> Iterator[None]:
     """Delay an error that another rank's end may have caused, so that the original error is reported first."""
     try:
         yield
@@ -61,12 +61,12 @@ def consequences_later() -> Iterator[None]:
     ):  # RuntimeErrors that only this rank can have caused
         raise
     except RuntimeError:  # gloo reports a closed connection as a plain RuntimeError
-        time.sleep(LATER)
+        time.sleep(CONSEQUENCE_DELAY)
         raise
 
 
 @cache
-def _store(place: Member) -> Store:
+def _store(place: LaunchedRank) -> Store:
     """Return the store where the ranks meet; it lives as long as this process."""
     address = os.environ.setdefault("MASTER_ADDR", _address(place))
     port = int(os.environ.setdefault("MASTER_PORT", str(_port())))
@@ -78,7 +78,7 @@ def _store(place: Member) -> Store:
     return store
 
 
-def _address(place: Member) -> str:
+def _address(place: LaunchedRank) -> str:
     """Return the host of rank 0; raise ValueError if a launcher of several machines does not name it."""
     if "MASTER_ADDR" in os.environ:
         return os.environ["MASTER_ADDR"]

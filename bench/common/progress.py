@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-EVERY = 10.0  # seconds between two lines, so that a short command prints none
+LINE_INTERVAL = 10.0  # seconds between two lines, so that a short command prints none
 
 Progress = Callable[[str, int | None], None]
 """Called with a part's name, and with the number of steps to add, or None when a step is done."""
@@ -37,7 +37,7 @@ def progress(*, silent: bool = False) -> Iterator[Progress]:
             else:
                 totals[part] += more
                 bars.update(tasks[part], total=totals[part])
-            if not silent and not console.is_terminal and time.monotonic() - last_line >= EVERY:
+            if not silent and not console.is_terminal and time.monotonic() - last_line >= LINE_INTERVAL:
                 last_line = time.monotonic()
                 print(f"{part}: {done[part]} of {totals[part]}", file=sys.stderr, flush=True)
 

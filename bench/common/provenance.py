@@ -29,17 +29,17 @@ PACKAGES = ("torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "ring-at
 def provenance(device: torch.device) -> dict[str, Any]:
     """Return everything that a number on ``device`` depends on apart from its case, as JSON data."""
     return {
-        "command": command(),
+        "command": typed_command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "ringattn": {"version": __version__, "sources": sources(), **git()},
-        "versions": versions(),
+        "ringattn": {"version": __version__, "sources": source_digest(), **git()},
+        "versions": package_versions(),
         "cpu": cpu(),
         "gpu": gpu(device) if device.type == "cuda" else None,
         "topology": _or_unknown(lambda: topology(device)),
     }
 
 
-def command() -> str:
+def typed_command() -> str:
     """Return the typed command, without the folder of the executable."""
     program = Path(sys.argv[0]).name
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -51,7 +51,7 @@ def command() -> str:
     return f"{program} {shlex.join(sys.argv[1:])}".strip().encode(errors="replace").decode()
 
 
-def sources() -> str:
+def source_digest() -> str:
     """Return a digest of the package's Python files, which identifies the code if there is no git."""
     digest = hashlib.sha256()
     inner = (path for folder in CODE for path in (ROOT / folder).rglob("*.py"))
@@ -75,7 +75,7 @@ def git() -> dict[str, Any]:
     return {"commit": None, "modified": None}
 
 
-def versions() -> dict[str, Any]:
+def package_versions() -> dict[str, Any]:
     """Return the versions of Python, of installed packages, and of the libraries in torch."""
     by_name: dict[str, Any] = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -114,29 +114,29 @@ def gpu(device: torch.device) -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "driver": _or_unknown(nvml.driver_version),
-        "clocks": _or_unknown(lambda: clocks(device)),
+        "clocks": _or_unknown(lambda: gpu_clocks(device)),
     }
 
 
 def topology(device: torch.device) -> dict[str, Any]:
     """Return network adapters, and on a GPU (which starts CUDA and NVML) the links between GPUs."""
-    nics = {nic.name: None if nic.gigabits is None else f"{nic.gigabits:g} Gbit/s" for nic in nvml.nics_of()}
+    nics = {nic.name: None if nic.gigabits is None else f"{nic.gigabits:g} Gbit/s" for nic in nvml.list_host_nics()}
     if device.type != "cuda":
         return {"nics": nics}
     devices = [nvml.device_info(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     return {"gpus": len(devices), "pairs": pairs_by_link(devices), "nics": nics}
 
 
-def clocks(device: torch.device) -> dict[str, Any]:
+def gpu_clocks(device: torch.device) -> dict[str, Any]:
     """Return current clocks, power, temperature and throttle reasons, or the reason why NVML gives none."""
-    read = nvml.Reader(device)
+    read = nvml.GpuReader(device)
     return read() if read.reason is None else {"unknown": read.reason}
 
 
-def _or_unknown(ask: Callable[[], Any]) -> Any:
-    """Return the answer of ``ask``, or its error's name, because a missing clock must not fail a measurement."""
+def _or_unknown(query: Callable[[], Any]) -> Any:
+    """Return the answer of ``query``, or its error's name, because a missing clock must not fail a measurement."""
     try:
-        return ask()
+        return query()
     except Exception as error:
         return f"unknown: {type(error).__name__}"
 

@@ -27,7 +27,7 @@ LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class Member:
+class LaunchedRank:
     """This process among those that a launcher started."""
 
     rank: int
@@ -55,7 +55,7 @@ class Member:
         return torch.device(kind, self.local_rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
 
 
-def member() -> Member | None:
+def launched_rank() -> LaunchedRank | None:
     """Return this process's place under a launcher, or None without a launcher or for a single process."""
     for names in LAUNCHERS:
         rank, world, local_rank, local_world = (os.environ.get(name) for name in names)
@@ -64,7 +64,7 @@ def member() -> Member | None:
         if world == "1" and names[0] != "RANK":
             return None  # `srun ringattn …` with one task equals a call by hand
         here = re.match(r"\d+", local_world or world)  # srun writes 4(x2) for four on each of two machines
-        return Member(int(rank), int(world), int(local_rank or rank), int(here[0]) if here else 1)
+        return LaunchedRank(int(rank), int(world), int(local_rank or rank), int(here[0]) if here else 1)
     return None
 
 
@@ -75,5 +75,5 @@ def cores() -> int:
 
 def ranks_here(world: int) -> int:
     """Return how many of ``world`` ranks are on this machine."""
-    place = member()
+    place = launched_rank()
     return world if place is None else min(world, place.local_world)

@@ -1,6 +1,6 @@
 """The result of a command: rows of columns with units, failures, notes and provenance.
 
-The table on the terminal, the CSV and the JSON hold the same rows. A report reads the JSON with :func:`read`.
+The table on the terminal, the CSV and the JSON hold the same rows. A report reads the JSON with :func:`read_result`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from .output import prints, write_csv, write_json
+from .output import is_printing_rank, write_csv, write_json
 
 SCHEMA = "ringattn result"
 WRITTEN_OUT, MOST_WRITTEN_OUT = 9999.5, 1e9  # between these, numbers are written without an exponent
@@ -58,7 +58,7 @@ class Result:
             columns = [name for name in columns if name not in constant]
         while len(columns) > 1 and self._width(columns) > width:
             omitted.insert(0, columns.pop())
-        shared = ", ".join(f"{name} {cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in constant)
+        shared = ", ".join(f"{name} {format_cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in constant)
         lines = [*textwrap.wrap(shared, width), *self._table(columns)]
         if omitted:
             lines += textwrap.wrap(f"(too wide; see --csv or --json: {', '.join(omitted)})", width)
@@ -73,18 +73,18 @@ class Result:
             return []
         lines = [""] * (len(self.rows) + 1)
         for name in columns:
-            cells = [f"{name} {self.units[name]}".rstrip(), *(cell(row.get(name)) for row in self.rows)]
+            cells = [f"{name} {self.units[name]}".rstrip(), *(format_cell(row.get(name)) for row in self.rows)]
             push = str.rjust if all(isinstance(row.get(name), int | float | None) for row in self.rows) else str.ljust
             widest = max(map(len, cells))
             lines = [f"{line}  {push(text, widest)}" for line, text in zip(lines, cells, strict=True)]
         return [line[2:].rstrip() for line in lines]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON data that :func:`read` reads."""
+        """Return the JSON data that :func:`read_result` reads."""
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def cell(value: object) -> str:
+def format_cell(value: object) -> str:
     """Format a table cell: at least four digits of a number, yes or no, or nothing for None."""
     if value is None:
         return ""
@@ -96,13 +96,13 @@ def cell(value: object) -> str:
     return f"{value:.0f}" if WRITTEN_OUT <= abs(value) < MOST_WRITTEN_OUT else f"{value:.4g}"
 
 
-def finish(result: Result, json: str | None = None, csv: str | None = None, *, text: str | None = None) -> None:
+def finish_command(result: Result, json: str | None = None, csv: str | None = None, *, text: str | None = None) -> None:
     """Print and write a result; raise typer.Exit(1) on every rank if something failed.
 
     Only rank 0 prints and writes. If ``json`` or ``csv`` is ``-``, it replaces the printed text. ``text`` replaces the
     table.
     """
-    if prints():
+    if is_printing_rank():
         if json is not None:
             write_json(json, result.as_json())
         if csv is not None:
@@ -115,16 +115,16 @@ def finish(result: Result, json: str | None = None, csv: str | None = None, *, t
         raise typer.Exit(1)
 
 
-def read(path: Path) -> Result:
-    """Read a result that :func:`finish` wrote; raise ValueError if the file holds something else."""
-    from ...kernels.files import converted, read_object  # imports torch
+def read_result(path: Path) -> Result:
+    """Read a result that :func:`finish_command` wrote; raise ValueError if the file holds something else."""
+    from ...kernels.json_files import convert_json, read_object  # imports torch
 
     try:
         data = read_object(path)
         if data.pop("schema", None) != SCHEMA:
             raise ValueError(f"its schema is not {SCHEMA!r}")
-        result: Result = converted(Result, data, "result")
-        converted(list[dict[str, Cell]], result.rows, "rows")
+        result: Result = convert_json(Result, data, "result")
+        convert_json(list[dict[str, Cell]], result.rows, "rows")
         if any(row.keys() - result.units.keys() for row in result.rows):
             raise ValueError("rows have fields that are not columns of units")
     except ValueError as error:

@@ -38,14 +38,14 @@ class Theme:
 
 
 LIGHT = Theme()
-OF_THE_PAGE = ("paper", "ink", "faint", "grid", "track")
+PAGE_COLOURS = ("paper", "ink", "faint", "grid", "track")
 """Colours with the same names in the report's CSS, so that they follow its dark mode."""
 
 LINES = (LIGHT.compute, LIGHT.receive, LIGHT.send, LIGHT.backward, LIGHT.wait, LIGHT.faint)
 """Colours of a chart's lines, in order."""
 
 
-def picture(text: str) -> Path:
+def parse_picture_path(text: str) -> Path:
     """Parse the path of a figure; raise typer.BadParameter for other suffixes than :data:`PICTURES`."""
     if not text.lower().endswith(PICTURES):
         raise typer.BadParameter(f"{text} is not a figure's name: it must end with one of {', '.join(PICTURES)}")
@@ -53,7 +53,7 @@ def picture(text: str) -> Path:
 
 
 @contextmanager
-def themed() -> Iterator[None]:
+def use_theme() -> Iterator[None]:
     """Use this theme for matplotlib figures inside the block; text is never parsed as mathematics."""
     from matplotlib import rc_context
 
@@ -79,20 +79,20 @@ def themed() -> Iterator[None]:
 def write_figure(figure: Any, target: Path, dpi: int) -> None:
     """Write a figure in the format of the file's suffix."""
     if target.suffix.lower() == ".svg":
-        write_file(target, '<?xml version="1.0" encoding="utf-8"?>\n' + inline(figure, "f"))
+        write_file(target, '<?xml version="1.0" encoding="utf-8"?>\n' + inline_svg(figure, "f"))
         return
     drawn = io.BytesIO()
     figure.savefig(drawn, format=target.suffix[1:].lower(), dpi=dpi)
     write_file(target, drawn.getvalue())
 
 
-def in_page_colours(svg: str) -> str:
+def use_page_colours(svg: str) -> str:
     """Replace colours of an SVG by the page's CSS variables, for background, text and lines."""
-    names = {getattr(LIGHT, name): f"var(--{name})" for name in OF_THE_PAGE}
+    names = {getattr(LIGHT, name): f"var(--{name})" for name in PAGE_COLOURS}
     return re.sub("|".join(names), lambda colour: names[colour[0]], svg)
 
 
-def inline(figure: Any, name: str) -> str:
+def inline_svg(figure: Any, name: str) -> str:
     """Return a figure as SVG with ids that start with ``name``, the same for the same figure."""
     from matplotlib import rc_context
 

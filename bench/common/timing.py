@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from .flags import timer_on
+from .flags import resolve_timer
 
 Step = Callable[[], object]
 
-LEAST, MOST = 5, 50  # bounds on the samples when a time budget decides
+MIN_SAMPLES, MAX_SAMPLES = 5, 50  # bounds on the samples when a time budget decides
 FLUSH_BYTES = 256 << 20  # more than the L2 of any GPU
 HOST_AHEAD_CYCLES = 2_000_000  # about 1 ms: longer than the host takes to enqueue any step
 
@@ -39,7 +39,7 @@ class Samples:
         return (high - low) / 2 / self.median
 
 
-class Stopwatch:
+class DeviceStopwatch:
     """Total time of several blocks of code, by the host's clock on the CPU, by events on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Stopwatch:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def stretch(self) -> Iterator[None]:
+    def count_block(self) -> Iterator[None]:
         """Add the time of the block."""
         if self._on_gpu:
             event: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -68,7 +68,7 @@ class Stopwatch:
         on_gpu: float = sum(start.elapsed_time(end) for start, end in self._events)
         return self._host + on_gpu / 1e3
 
-    def take(self) -> float:
+    def lap_seconds(self) -> float:
         """Wait for running work; return the seconds since the last call, and reset them."""
         for _, end in self._events:
             end.synchronize()
@@ -77,36 +77,36 @@ class Stopwatch:
         return seconds
 
 
-class Team:
+class TimingTeam:
     """Processes that start a run together. The time of the slowest one counts. Here: this process alone."""
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Return when every process may start."""
 
-    def slowest(self, seconds: float) -> float:
+    def slowest_seconds(self, seconds: float) -> float:
         """Return the longest time of any process."""
         return seconds
 
 
-class Ranks(Team):
+class RankTeam(TimingTeam):
     """All ranks of the default group. Waiting uses the host's network and blocks without spinning."""
 
-    def ready(self) -> None:
-        self.slowest(0.0)
+    def wait_until_ready(self) -> None:
+        self.slowest_seconds(0.0)
 
-    def slowest(self, seconds: float) -> float:
+    def slowest_seconds(self, seconds: float) -> float:
         longest = torch.tensor([seconds], dtype=torch.float64)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return longest.item()
 
 
-def nearest(timer: str, takes: Sequence[str]) -> str:
+def supported_timer(timer: str, supported: Sequence[str]) -> str:
     """Return ``timer`` if it is empty or supported, else events, for work that a CUDA graph cannot capture."""
-    return timer if not timer or timer in takes else "events"
+    return timer if not timer or timer in supported else "events"
 
 
 @dataclass
-class Clock:
+class StepTimer:
     """Times one run on a device, by one of ``TIMERS``; raises ValueError if the timer does not work on the device.
 
     On a GPU the cache is flushed first. With events and graphs, the device is kept busy while the host enqueues, so
@@ -114,20 +114,20 @@ class Clock:
     """
 
     device: torch.device
-    team: Team = field(default_factory=Team)
+    team: TimingTeam = field(default_factory=TimingTeam)
     timer: str = ""  # empty: the device's default
     _flush: torch.Tensor | None = None
     _capturing: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
-        self.timer = timer_on(self.device.type, self.timer)
+        self.timer = resolve_timer(self.device.type, self.timer)
 
     def __call__(self, step: Step) -> float:
         """Return the seconds of one run, on the slowest process of the team."""
-        self.team.ready()
-        return self.team.slowest(self._by_host(step) if self.timer == "clock" else self._by_events(step))
+        self.team.wait_until_ready()
+        return self.team.slowest_seconds(self._by_host(step) if self.timer == "clock" else self._by_events(step))
 
-    def stage(self) -> AbstractContextManager[object]:
+    def capture_stream(self) -> AbstractContextManager[object]:
         """Return the context to prepare steps in: a graph captures one stream, which forward and backward share."""
         if self.timer != "graph":
             return nullcontext()
@@ -137,7 +137,7 @@ class Clock:
         context: Callable[..., AbstractContextManager[object]] = torch.cuda.stream
         return context(self._capturing)
 
-    def prepared(self, step: Step) -> Step:
+    def prepare_step(self, step: Step) -> Step:
         """Return the function to time: a graph's replay, or ``step``; raise RuntimeError if capturing fails."""
         if self.timer != "graph":
             return step
@@ -151,7 +151,7 @@ class Clock:
     def _by_host(self, step: Step) -> float:
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            self._flushed()
+            self._flush_cache()
             torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         step()
@@ -164,22 +164,22 @@ class Clock:
         start, end = event(enable_timing=True), event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         torch.cuda._sleep(HOST_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-        self._flushed()
+        self._flush_cache()
         start.record()
         step()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    def _flushed(self) -> None:
+    def _flush_cache(self) -> None:
         if self._flush is None:
             self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         self._flush.zero_()
 
 
-def interleaved(
+def time_in_turns(
     candidates: Mapping[str, Step],
-    clock: Clock,
+    clock: StepTimer,
     *,
     repeats: int,
     warmup: int = 1,
@@ -205,4 +205,4 @@ def interleaved(
 
 def repeats_within(seconds: float, one_round: float) -> int:
     """Return how many rounds of ``one_round`` seconds fit into ``seconds``, within LEAST and MOST."""
-    return min(max(int(seconds / max(one_round, 1e-9)), LEAST), MOST)
+    return min(max(int(seconds / max(one_round, 1e-9)), MIN_SAMPLES), MAX_SAMPLES)

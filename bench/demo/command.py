@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from ...examples.train import Job
-    from ..common.memory import Needs
-    from ..common.ranks import Member
+    from ..common.memory import MemoryNeeds
+    from ..common.ranks import LaunchedRank
     from ..common.result import Result
 
 DEFAULT_WORLD = 2
@@ -63,44 +63,44 @@ def demo(
     import torch
 
     from ...examples.train import Job, read_text
-    from ..common.memory import refuse_too_large
-    from ..common.output import prints
-    from ..common.ranks import member, ranks_here
-    from ..common.result import finish
-    from .compare import compare
+    from ..common.memory import check_size_fits
+    from ..common.output import is_printing_rank
+    from ..common.ranks import launched_rank, ranks_here
+    from ..common.result import finish_command
+    from .compare import compare_training
 
     try:
         job = Job(
             seqlen=seqlen, batch=batch, steps=steps, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             layout=layout.value, data=data, block=block, dtype=dtype, lr=lr, seed=seed,
         )  # fmt: skip
-        world = resolve_ranks(world, data, member())
+        world = resolve_ranks(world, data, launched_rank())
     except ValueError as error:
         # Raise on every rank, because a launcher kills the others when one exits, before rank 0 has printed.
         raise typer.BadParameter(str(error)) from None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    needed = partial(needs, job, ranks=ranks_here(world), device=device)
-    refuse_too_large("--seqlen", seqlen, needed, device, unit="tokens")
-    result = compare(job, read_text(), world)
+    needed = partial(demo_needs, job, ranks=ranks_here(world), device=device)
+    check_size_fits("--seqlen", seqlen, needed, device, unit="tokens")
+    result = compare_training(job, read_text(), world)
     if result is None:
         return
-    if plot and prints():
-        draw(result, plot)
-    finish(result, json, csv)
+    if plot and is_printing_rank():
+        draw_losses(result, plot)
+    finish_command(result, json, csv)
 
 
-def needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> Needs:
+def demo_needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> MemoryNeeds:
     """Return the bytes of the whole batch, on the host in float64, and of the processes, which read the text."""
-    from ..common.memory import PROCESS_BYTES, Needs
+    from ..common.memory import PROCESS_BYTES, MemoryNeeds
     from ..common.memory_table import FP32, FP64, trained_bytes
 
     tokens *= job.batch
     dims = job.layers, job.heads * job.head_dim, job.kv_heads * job.head_dim
     host = ranks * (PROCESS_BYTES + TOKEN_BYTES * tokens) + trained_bytes(tokens, *dims, FP64)
-    return Needs(host, trained_bytes(tokens, *dims, FP32) if device.type == "cuda" else 0)
+    return MemoryNeeds(host, trained_bytes(tokens, *dims, FP32) if device.type == "cuda" else 0)
 
 
-def resolve_ranks(world: int | None, data: int, place: Member | None) -> int:
+def resolve_ranks(world: int | None, data: int, place: LaunchedRank | None) -> int:
     """Return the number of ranks; raise ValueError if they exceed the GPUs or make no whole rings."""
     import torch
 
@@ -116,7 +116,7 @@ def resolve_ranks(world: int | None, data: int, place: Member | None) -> int:
     return ranks
 
 
-def draw(result: Result, target: Path) -> None:
+def draw_losses(result: Result, target: Path) -> None:
     """Plot the loss of every step."""
     import matplotlib
 

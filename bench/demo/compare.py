@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...examples.model import BYTES
-from ...examples.train import Job, Part, Run, Training, gather, train_on_mesh, train_virtual_ranks
+from ...examples.train import Job, RankSetup, Run, Training, gather, train_on_mesh, train_virtual_ranks
 from ..common.attention import DTYPES
-from ..common.errors import tolerance
-from ..common.flags import human
-from ..common.launching import spawn
+from ..common.errors import allowed_error
+from ..common.flags import human_count
+from ..common.launching import run_process_group
 from ..common.memory import PeakMemory
-from ..common.output import prints
+from ..common.output import is_printing_rank
 from ..common.provenance import provenance
-from ..common.ranks import Member, cores, member
+from ..common.ranks import LaunchedRank, cores, launched_rank
 from ..common.result import Result, Row
 
 COLUMNS = ("step", "name", "sharded - whole", "allowed", "error", "pytorch error", "agrees", "sharded", "whole")
@@ -39,49 +39,49 @@ Gradients = dict[int, dict[str, Tensor]]
 
 
 @dataclass
-class Trained:
+class TrainingRun:
     """One run of the job, with its memory."""
 
     run: Run
     gradients: Gradients
     peaks: list[int] = field(default_factory=list)  # bytes of every process, including weights
-    where: str = ""  # description of the devices
+    device_text: str = ""  # description of the devices
     logits: dict[int, float] = field(default_factory=dict)  # largest magnitude by step
 
 
 @dataclass(frozen=True)
-class Runs:
+class ComparedRuns:
     """Three runs of one job."""
 
-    ring: Trained
-    whole: Trained
-    exact: Trained
+    ring: TrainingRun
+    whole: TrainingRun
+    exact: TrainingRun
 
 
 @dataclass(frozen=True)
-class Recorder:
+class TrainingRecorder:
     """Records gradients in memory, and writes or loads each step's initial weights in files."""
 
     folder: str
-    loads: bool = False
+    is_loading: bool = False
     gradients: Gradients = field(default_factory=dict)
 
     def before(self, training: Training, step: int) -> None:
         """Write or load the weights."""
         path, model = Path(self.folder, f"{step}.pt"), training.model
-        if self.loads:
+        if self.is_loading:
             model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
             return
-        weights = {name: whole(weight) for name, weight in model.state_dict().items()}
-        if training.part.rank == 0:
+        weights = {name: gather_full(weight) for name, weight in model.state_dict().items()}
+        if training.rank_setup.rank == 0:
             torch.save(weights, path)
 
     def after(self, training: Training, step: int) -> None:
         """Copy the gradients of a compared step to the CPU."""
         if step in compared_steps(training.job):
             named = {name: parameter.grad for name, parameter in training.model.named_parameters()}
-            copies = {name: whole(grad).to("cpu", copy=True) for name, grad in named.items() if grad is not None}
-            if training.part.rank == 0:
+            copies = {name: gather_full(grad).to("cpu", copy=True) for name, grad in named.items() if grad is not None}
+            if training.rank_setup.rank == 0:
                 self.gradients[step] = copies
 
 
@@ -90,13 +90,13 @@ def compared_steps(job: Job) -> list[int]:
     return sorted({0, job.steps - 1})
 
 
-def whole(x: Tensor) -> Tensor:
+def gather_full(x: Tensor) -> Tensor:
     """Return the full tensor of a sharded one."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
+def use_threads(count: int) -> Iterator[None]:
     """Let PyTorch use ``count`` threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -106,15 +106,17 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compare(job: Job, text: bytes, world: int) -> Result | None:
+def compare_training(job: Job, text: bytes, world: int) -> Result | None:
     """Train sharded, then repeat the steps unsharded in this process; None if another rank prints the result."""
     with TemporaryDirectory() as folder:
-        ring = train_sharded(job, text, world, Recorder(folder))
-        if not prints():
+        ring = train_sharded(job, text, world, TrainingRecorder(folder))
+        if not is_printing_rank():
             return None
         try:
-            with threads(cores()):
-                return agreement(job, Runs(ring, train_whole(job, text, folder), train_exactly(job, text, folder)))
+            with use_threads(cores()):
+                return agreement_result(
+                    job, ComparedRuns(ring, train_whole(job, text, folder), train_exactly(job, text, folder))
+                )
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"--seqlen is {job.seqlen}: the whole sequence does not fit on one GPU, so there is nothing to compare "
@@ -122,53 +124,55 @@ def compare(job: Job, text: bytes, world: int) -> Result | None:
             ) from error
 
 
-def train_sharded(job: Job, text: bytes, world: int, recorder: Recorder) -> Trained:
+def train_sharded(job: Job, text: bytes, world: int, recorder: TrainingRecorder) -> TrainingRun:
     """Train on ``world`` ranks: virtual ranks on a single device, else new or launched processes."""
-    if member() is None and (world == 1 or torch.cuda.device_count() == 1):
+    if launched_rank() is None and (world == 1 or torch.cuda.device_count() == 1):
         return train_virtually(job, text, world, recorder)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return spawn(world, train_rank, job, text, recorder, device=kind)
+    return run_process_group(world, train_rank, job, text, recorder, device=kind)
 
 
-def train_virtually(job: Job, text: bytes, world: int, recorder: Recorder) -> Trained:
+def train_virtually(job: Job, text: bytes, world: int, recorder: TrainingRecorder) -> TrainingRun:
     """Train on virtual ranks of one device."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
     memory = PeakMemory(device)
-    with threads(cores()):
+    with use_threads(cores()):
         run = train_virtual_ranks(job, text, world, recorder)
-    where = f"{world} virtual ranks on {device_name(device, cores())}, memory of all ranks"
-    return Trained(run, recorder.gradients, [memory.bytes], where)
+    where = f"{world} virtual ranks on {device_label(device, cores())}, memory of all ranks"
+    return TrainingRun(run, recorder.gradients, [memory.bytes], where)
 
 
-def train_rank(place: Member, device: torch.device, job: Job, text: bytes, recorder: Recorder) -> Trained:
+def train_rank(
+    place: LaunchedRank, device: torch.device, job: Job, text: bytes, recorder: TrainingRecorder
+) -> TrainingRun:
     """Train in one of several processes."""
     memory, count = PeakMemory(device), max(1, cores() // place.local_world)
-    with threads(count):
+    with use_threads(count):
         run = train_on_mesh(job, text, device, recorder)
     peaks = gather(torch.tensor([memory.bytes], device=device)).flatten().tolist()
-    where = f"{place.world} ranks, {device_name(device, count)} each"
-    return Trained(run, recorder.gradients, peaks, where)
+    where = f"{place.world} ranks, {device_label(device, count)} each"
+    return TrainingRun(run, recorder.gradients, peaks, where)
 
 
-def device_name(device: torch.device, count: int) -> str:
+def device_label(device: torch.device, count: int) -> str:
     """Return the name of a GPU, or the number of threads on the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"1 process of {count} thread{'s' * (count > 1)}"
 
 
-def train_whole(job: Job, text: bytes, folder: str) -> Trained:
+def train_whole(job: Job, text: bytes, folder: str) -> TrainingRun:
     """Repeat the steps on the whole batch in this process, with PyTorch's attention and no recomputation."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
-    memory, recorder = PeakMemory(device), Recorder(folder, loads=True)
+    memory, recorder = PeakMemory(device), TrainingRecorder(folder, is_loading=True)
     training, logits = prepare_whole(job, text, device)
     run = training.fit(recorder)
-    return Trained(run, recorder.gradients, [memory.bytes], device_name(device, cores()), logits)
+    return TrainingRun(run, recorder.gradients, [memory.bytes], device_label(device, cores()), logits)
 
 
-def train_exactly(job: Job, text: bytes, folder: str) -> Trained:
+def train_exactly(job: Job, text: bytes, folder: str) -> TrainingRun:
     """Compute loss and gradients of the compared steps in float64 on the CPU, for the whole batch."""
-    recorder = Recorder(folder, loads=True)
+    recorder = TrainingRecorder(folder, is_loading=True)
     training, logits = prepare_whole(replace(job, dtype="float32"), text, CPU)
     training.model.double()
     for step in compared_steps(job):
@@ -176,12 +180,12 @@ def train_exactly(job: Job, text: bytes, folder: str) -> Trained:
         training.optimizer.zero_grad()
         training.run.losses[step] = training.backward(step).item()
         recorder.after(training, step)
-    return Trained(training.run, recorder.gradients, logits=logits)
+    return TrainingRun(training.run, recorder.gradients, logits=logits)
 
 
 def prepare_whole(job: Job, text: bytes, device: torch.device) -> tuple[Training, dict[int, float]]:
     """Return a training of the whole batch in this process, and a dict that it fills with largest logits by step."""
-    part = Part(0, slice(None), torch.arange(job.seqlen), pytorch_attention, lambda x: x[None], name="whole")
+    part = RankSetup(0, slice(None), torch.arange(job.seqlen), pytorch_attention, lambda x: x[None], name="whole")
     training, logits = Training(replace(job, block=0), text, device, part), dict[int, float]()
 
     def keep_largest(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
@@ -197,48 +201,50 @@ def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def agreement(job: Job, runs: Runs) -> Result:
+def agreement_result(job: Job, runs: ComparedRuns) -> Result:
     """Build a row for every loss, and for every parameter's gradient of the compared steps.
 
     Errors are those of the largest element. The allowed error is twice PyTorch's own error against float64 in the same
     dtype, plus rounding: the dtype's ``eps`` times the largest element. Summing the same terms in another order gives
     errors of about the same size. The limit holds at every step because all runs start each step from the same weights.
     """
-    rows: list[Row] = [*losses(job, runs), *gradients(job, runs)]
+    rows: list[Row] = [*loss_rows(job, runs), *gradient_rows(job, runs)]
     disagreeing = [row for row in rows if not row["agrees"]]
-    failed = [f"{row['name']} at step {row['step']}: {measured(row):.1e} > {row['allowed']:.1e}" for row in disagreeing]
+    failed = [
+        f"{row['name']} at step {row['step']}: {row_error(row):.1e} > {row['allowed']:.1e}" for row in disagreeing
+    ]
     notes = [
         f"{job.batch} x {job.seqlen:,} bytes of Python's help text per step; {job.layers} layers, {job.heads} heads "
         f"({job.kv_heads} key/value heads) of dim {job.head_dim}, {job.dtype}, {job.layout}",
-        spent("sharded", job, runs.ring),
-        spent("whole", job, runs.whole),
+        speed_and_memory("sharded", job, runs.ring),
+        speed_and_memory("whole", job, runs.whole),
         "allowed: twice PyTorch's own error against float64, plus rounding (eps times the largest element)",
     ]
     if failed:
         notes.append(f"DISAGREE in {len(failed)} of {len(rows)}")
     else:
-        nearest = max(measured(row) / row["allowed"] if row["allowed"] else 0.0 for row in rows)
+        nearest = max(row_error(row) / row["allowed"] if row["allowed"] else 0.0 for row in rows)
         notes.append(f"AGREE: every loss and every gradient; the largest error is {nearest:.0%} of its limit")
     about = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"job": asdict(job)}
     return Result("demo", dict.fromkeys(COLUMNS, ""), rows, failed, notes, about)
 
 
-def measured(row: Row) -> float:
+def row_error(row: Row) -> float:
     """Return the error against float64 if there is one, else the difference to the unsharded run."""
     value = row["sharded - whole"] if row["error"] is None else row["error"]
     return float(value)
 
 
 def comparison_row(
-    step: int, name: str, difference: float, error: float | None, theirs: float | None, allowed: float
+    step: int, name: str, difference: float, error: float | None, pytorch_error: float | None, allowed: float
 ) -> dict[str, Any]:
     """Build the row of one comparison; NaN never agrees."""
     row: dict[str, Any] = {"step": step + 1, "name": name, "sharded - whole": difference, "allowed": allowed}
-    row |= {"error": error, "pytorch error": theirs}
-    return row | {"agrees": measured(row) <= allowed}
+    row |= {"error": error, "pytorch error": pytorch_error}
+    return row | {"agrees": row_error(row) <= allowed}
 
 
-def losses(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
+def loss_rows(job: Job, runs: ComparedRuns) -> Iterator[dict[str, Any]]:
     """Yield a row for every step's loss; steps without float64 use PyTorch's largest known error."""
     ring, whole, exact = (trained.run.losses for trained in (runs.ring, runs.whole, runs.exact))
     pytorch_errors = {step: abs(whole[step] - loss) for step, loss in exact.items()}
@@ -247,26 +253,26 @@ def losses(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
         # A token's loss is the difference of two numbers of this size: the log-sum-exp of its logits, and one logit.
         magnitude = runs.whole.logits[step] + math.log(BYTES)
         error = abs(ring[step] - exact[step]) if step in exact else None
-        allowed = tolerance(largest, magnitude, dtype)
+        allowed = allowed_error(largest, magnitude, dtype)
         row = comparison_row(step, "loss", abs(ring[step] - whole[step]), error, pytorch_errors.get(step), allowed)
         yield row | {"sharded": ring[step], "whole": whole[step]}
 
 
-def gradients(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
+def gradient_rows(job: Job, runs: ComparedRuns) -> Iterator[dict[str, Any]]:
     """Yield a row for every parameter at every compared step."""
     for step in compared_steps(job):
         for name in runs.exact.gradients[step]:
             trained = (runs.ring, runs.whole, runs.exact)
             sharded, whole, exact = (run.gradients[step][name].double() for run in trained)
             error, pytorch_error = ((x - exact).abs().max().item() for x in (sharded, whole))
-            allowed = tolerance(pytorch_error, exact.abs().max().item(), DTYPES[job.dtype])
+            allowed = allowed_error(pytorch_error, exact.abs().max().item(), DTYPES[job.dtype])
             yield comparison_row(step, name, (sharded - whole).abs().max().item(), error, pytorch_error, allowed)
 
 
-def spent(name: str, job: Job, trained: Trained) -> str:
+def speed_and_memory(name: str, job: Job, trained: TrainingRun) -> str:
     """Return a line with speed and memory of a run; speed is that of the median step after the first."""
-    peaks = dict.fromkeys(human(peak, "B") for peak in (min(trained.peaks), max(trained.peaks)))
+    peaks = dict.fromkeys(human_count(peak, "B") for peak in (min(trained.peaks), max(trained.peaks)))
     timed = sorted(trained.run.seconds[1:] or trained.run.seconds)
     seconds = timed[len(timed) // 2]
     speed = f"{job.batch * job.seqlen / seconds:,.0f} tokens/s, {seconds:.3f} s per step"
-    return f"{name}: {speed}, peak {' to '.join(peaks)} ({trained.where})"
+    return f"{name}: {speed}, peak {' to '.join(peaks)} ({trained.device_text})"

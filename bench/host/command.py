@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import typer
 
 from ..common import flags
-from ..common.output import prints
-from ..common.result import Result, Row, finish
+from ..common.output import is_printing_rank
+from ..common.result import Result, Row, finish_command
 
 UNITS = {"phase": "", "host": "us", "of it Triton": "us", "Python calls": "", "compute": "us"}
 LOWER_BOUND = "device calls are stubs: the times are lower bounds"
@@ -28,7 +28,7 @@ def host(
     dtype: flags.Dtype = "bf16",
     chunks: flags.Chunks = 1,
     device: flags.DeviceFlag = "",
-    timer: flags.TimerOfRings = "",
+    timer: flags.RingTimer = "",
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
@@ -36,44 +36,44 @@ def host(
 
     On a GPU, exit with code 1 if posting takes longer than the hop computes.
     """
-    device = flags.device_name(device)
-    timer = flags.timer_of_rings(device, timer)
-    kv_heads = flags.kv_heads_of(heads, kv_heads)
+    device = flags.parse_device_kind(device)
+    timer = flags.resolve_ring_timer(device, timer)
+    kv_heads = flags.resolve_kv_heads(heads, kv_heads)
     flags.check_chunks([chunks], kv_heads)
-    if not prints():
+    if not is_printing_rank():
         return  # one rank measures
     import torch
 
-    from ...comm.cuda_threads import indexed
+    from ...comm.cuda_threads import with_device_index
     from ..common.attention import AttentionConfig
-    from ..common.memory import Needs, needs_of_ranks, refuse_too_large
+    from ..common.memory import MemoryNeeds, check_size_fits, rank_needs
     from ..common.memory_table import OURS, candidate_bytes
     from ..common.provenance import provenance
-    from ..common.timing import Clock
-    from .hop import HOPS, REPEATS, ring_of_one, rows_of, shard_of
+    from ..common.timing import StepTimer
+    from .hop_posting import HOPS, REPEATS, host_rows, rank_passes, ring_of_one
 
-    where = indexed(torch.device(device))
+    where = with_device_index(torch.device(device))
 
     def problem(tokens: int) -> AttentionConfig:
         return AttentionConfig(
             HOPS * tokens, HOPS, batch, heads, kv_heads, head_dim, dtype, causal=False, layout="contiguous"
         )
 
-    def needed(tokens: int) -> Needs:
-        return needs_of_ranks(candidate_bytes(OURS, problem(tokens)), where, 1)
+    def needed(tokens: int) -> MemoryNeeds:
+        return rank_needs(candidate_bytes(OURS, problem(tokens)), where, 1)
 
-    refuse_too_large("--tokens", tokens, needed, where, unit="tokens per rank")
+    check_size_fits("--tokens", tokens, needed, where, unit="tokens per rank")
     with ring_of_one(where, chunks) as ring:
-        rows = rows_of(shard_of(problem(tokens), ring, where), Clock(where, timer=timer))
+        rows = host_rows(rank_passes(problem(tokens), ring, where), StepTimer(where, timer=timer))
     notes = [
         problem(tokens).title,
-        f"{flags.counted(chunks, 'chunk')}; per hop of one rank, median of {REPEATS} passes by {timer}",
+        f"{flags.count_noun(chunks, 'chunk')}; per hop of one rank, median of {REPEATS} passes by {timer}",
     ]
-    message, failed = verdict(rows, device, timer)
-    finish(Result("bench host", UNITS, rows, failed, [*notes, message], provenance(where)), json, csv)
+    message, failed = host_verdict(rows, device, timer)
+    finish_command(Result("bench host", UNITS, rows, failed, [*notes, message], provenance(where)), json, csv)
 
 
-def verdict(rows: Sequence[Row], device: str, timer: str) -> tuple[str, list[str]]:
+def host_verdict(rows: Sequence[Row], device: str, timer: str) -> tuple[str, list[str]]:
     """Return the summary note, and the phases in which the host is slower than the device."""
     if device == "cpu":
         return LOWER_BOUND, []

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ...comm import LocalGroup, LocalWorld
 from ...kernels import KernelConfig
-from ...kernels.hopper_launch import is_hopper
-from ...reference.masks import Masks
+from ...kernels.hopper_forward_launch import is_hopper_device
+from ...reference.masks import MaskOptions
 from ...ring import Layout, ring_attention
 from ..common.attention import DTYPES, Tensors, forward_backward
-from ..common.cases import NotHere, Number, poisoned
-from ..common.errors import WITH_LSE, Inputs, judge_of
-from .contender import Variant
+from ..common.cases import CaseUnavailableError, MeasuredNumber, poison_allocations
+from ..common.errors import RESULTS_WITH_LSE, AttentionInputs, build_judge
+from .contenders import TritonVariant
 
 HOPPER = "hopper"
 BACKENDS = {
@@ -26,10 +26,10 @@ BACKENDS = {
     "single_pass_deterministic": {"backward": "single_pass_deterministic"},
 }
 """Backend names for non-default Triton kernels, with fields of their config."""
-ANY_ORDER = (HOPPER, "single_pass")  # dQ is accumulated in any order, so its last bits vary
+UNORDERED_BACKENDS = (HOPPER, "single_pass")  # dQ is accumulated in any order, so its last bits vary
 
 
-def accuracy(
+def accuracy_case(
     device: torch.device,
     *,
     backend: str,
@@ -40,34 +40,36 @@ def accuracy(
     heads: tuple[int, int] = (4, 2),
     causal_worlds: tuple[int, ...] = (1, 3),
     full_worlds: tuple[int, ...] = (1,),
-) -> Iterator[Number]:
+) -> Iterator[MeasuredNumber]:
     """Yield errors of forward and backward, full and causal, in one launch and over the shards of several ranks.
 
     ``backend`` is "aten", "triton", or one of :data:`BACKENDS`. Three ranks cover the first, middle and last hop, which
     are different launches. Outputs lie in memory filled with NaN. A second run must give the same bits, except where
-    programs accumulate in any order. Hopper kernels raise ``NotHere`` on other GPUs.
+    programs accumulate in any order. Hopper kernels raise ``CaseUnavailableError`` on other GPUs.
     """
-    if backend == HOPPER and not is_hopper(device):
-        raise NotHere("the Hopper kernels need a GPU of compute capability 9.0")
+    if backend == HOPPER and not is_hopper_device(device):
+        raise CaseUnavailableError("the Hopper kernels need a GPU of compute capability 9.0")
     for causal in (True, False):
-        inputs = draw(device, DTYPES[dtype], (seqlen, *heads, head_dim, head_dim_v or head_dim))
-        judge = judge_of(inputs, Masks(causal=causal))
+        inputs = draw_inputs(device, DTYPES[dtype], (seqlen, *heads, head_dim, head_dim_v or head_dim))
+        judge = build_judge(inputs, MaskOptions(causal=causal))
         for world in causal_worlds if causal else full_worlds:
             labels = {
                 "by": backend, "dtype": dtype, "head_dim": head_dim, "seqlen": seqlen,
                 "mask": "causal" if causal else "full", "shards": world,
             }  # fmt: skip
-            with poisoned():
-                first, second = (on_shards(inputs, causal, world, backend) for _ in range(2))
-            for name, error in judge.differences(first).items():
-                note = f"PyTorch's: {judge.usual[name]:.3g}"
-                yield Number(f"error of {name}", error, "absolute", labels, judge.limits[name], note=note)
-            repeatable = [name for name in first if name != "dq" or backend not in ANY_ORDER]
+            with poison_allocations():
+                first, second = (ring_results(inputs, causal, world, backend) for _ in range(2))
+            for name, error in judge.head_errors(first).items():
+                note = f"PyTorch's: {judge.pytorch_errors[name]:.3g}"
+                yield MeasuredNumber(f"error of {name}", error, "absolute", labels, judge.limits[name], note=note)
+            repeatable = [name for name in first if name != "dq" or backend not in UNORDERED_BACKENDS]
             changed = sum(int((first[name] != second[name]).sum()) for name in repeatable)
-            yield Number("changed in a second run", changed, "elements", labels, limit=0)
+            yield MeasuredNumber("changed in a second run", changed, "elements", labels, limit=0)
 
 
-def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], *, batch: int = 2) -> Inputs:
+def draw_inputs(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], *, batch: int = 2
+) -> AttentionInputs:
     """Draw random inputs; q is a strided view, as a fused projection produces it."""
     seqlen, heads, kv_heads, head_dim, head_dim_v = sizes
     q = torch.randn(batch, seqlen, heads, 2 * head_dim, device=device).to(dtype)[..., :head_dim]
@@ -75,35 +77,35 @@ def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, i
         torch.randn(batch, seqlen, count, dim, device=device).to(dtype)
         for count, dim in ((kv_heads, head_dim), (kv_heads, head_dim_v), (heads, head_dim_v))
     )
-    return Inputs(q, k, v, dout, torch.randn(batch, heads, seqlen, device=device))
+    return AttentionInputs(q, k, v, dout, torch.randn(batch, heads, seqlen, device=device))
 
 
-def on_shards(given: Inputs, causal: bool, world: int, backend: str) -> dict[str, Tensor]:
+def ring_results(given: AttentionInputs, causal: bool, world: int, backend: str) -> dict[str, Tensor]:
     """Return the results of a zigzag ring of virtual ranks."""
-    layout, config = Layout.zigzag(given.q.shape[1], world), config_of(backend, given.q)
+    layout, config = Layout.zigzag(given.q.shape[1], world), backend_config(backend, given.q)
     name = "aten" if backend == "aten" else "triton"
     options: dict[str, Any] = {"causal": causal, "return_lse": True, "config": config, "backend": name}
 
     def of_rank(group: LocalGroup) -> Tensors:
-        q, k, v, *gradients = shards_of(given, layout, group.rank())
+        q, k, v, *gradients = shard_inputs(given, layout, group.rank())
         attend = partial(ring_attention, layout=layout, group=group, **options)
         return forward_backward(attend, (q, k, v), *gradients)
 
     with LocalWorld(world, device=given.q.device) as ranks:
-        return unsharded(layout, ranks.run(of_rank))
+        return unshard_results(layout, ranks.run(of_rank))
 
 
-def shards_of(given: Inputs, layout: Layout, rank: int) -> Tensors:
+def shard_inputs(given: AttentionInputs, layout: Layout, rank: int) -> Tensors:
     """Return a rank's tokens of q, k, v, dout and dlse."""
     return tuple(layout.shard(x, rank, 2 if name == "dlse" else 1) for name, x in given._asdict().items())
 
 
-def unsharded(layout: Layout, parts: Sequence[Tensors]) -> dict[str, Tensor]:
+def unshard_results(layout: Layout, parts: Sequence[Tensors]) -> dict[str, Tensor]:
     """Combine out, lse and gradients of all ranks into those of the whole sequence."""
-    named = zip(WITH_LSE, zip(*parts, strict=True), strict=True)
+    named = zip(RESULTS_WITH_LSE, zip(*parts, strict=True), strict=True)
     return {name: layout.unshard(shards, 2 if name == "lse" else 1) for name, shards in named}
 
 
-def config_of(backend: str, q: Tensor) -> KernelConfig | None:
+def backend_config(backend: str, q: Tensor) -> KernelConfig | None:
     """Return the config of a backend's Triton kernels; None for the default."""
-    return Variant(backend, BACKENDS.get(backend)).config(q, q, full=False)
+    return TritonVariant(backend, BACKENDS.get(backend)).config(q, q, full=False)

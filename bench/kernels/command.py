@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import flags
-from ..common.output import prints
-from ..common.ranks import member
-from ..common.result import Result, finish
+from ..common.output import is_printing_rank
+from ..common.ranks import launched_rank
+from ..common.result import Result, finish_command
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def kernels(
     causal: flags.Causal = True,
     window: flags.Window = None,
     cu_seqlens: flags.CuSeqlens = None,
-    documents: flags.DocumentsOfMean = None,
+    documents: flags.MeanDocumentLength = None,
     documents_seed: flags.DocumentsSeed = None,
     seqused_k: flags.SeqUsedK = None,
     prefix_length: flags.PrefixLength = None,
@@ -56,34 +56,34 @@ def kernels(
     csv: flags.Csv = None,
 ) -> None:
     """Time forward, forward with a carried state, and backward; report errors and percent of a matrix product."""
-    if not prints():
+    if not is_printing_rank():
         return  # under a launcher only rank 0 measures
     from itertools import product
 
     import torch
 
-    from ..common.attention import AttentionConfig, boundaries_of
+    from ..common.attention import AttentionConfig, document_boundaries
     from ..common.progress import progress
     from ..common.provenance import provenance
-    from ..common.timing import Clock
-    from .contender import OURS, contenders
-    from .speed import UNITS, compare, measure
+    from ..common.timing import StepTimer
+    from .contenders import OURS, list_contenders
+    from .speed import UNITS, comparison_line, measure_kernels
 
-    place = member()
-    device = flags.device_here() if place is None else place.device
+    place = launched_rank()
+    device = flags.resolve_device() if place is None else place.device
     lengths, dtypes, usual_heads = DEFAULTS[device.type]
     heads = heads or usual_heads
-    clock = Clock(device, timer=timer)
+    clock = StepTimer(device, timer=timer)
     configs = [
         AttentionConfig(
-            tokens, batch=batch, heads=heads, kv_heads=flags.kv_heads_of(heads, kv_heads), head_dim=dim,
+            tokens, batch=batch, heads=heads, kv_heads=flags.resolve_kv_heads(heads, kv_heads), head_dim=dim,
             head_dim_v=value_dim or dim, dtype=kind, causal=causal, layout="contiguous", seed=seed, device=device.type,
-            window=window or (-1, -1), cu_seqlens=_tuple(boundaries_of(tokens, cu_seqlens, documents, documents_seed)),
+            window=window or (-1, -1), cu_seqlens=_tuple(document_boundaries(tokens, cu_seqlens, documents, documents_seed)),
             seqused_k=_tuple(seqused_k), prefix_length=prefix_length, block_mask=block_mask,
         )
         for kind, dim, tokens in product(dtype or flags.dtype_names(dtypes), head_dim, seqlen or flags.counts(lengths))
     ]  # fmt: skip
-    known = [contender.name for contender in contenders(device)]
+    known = [contender.name for contender in list_contenders(device)]
     names = [part.strip() for part in by.split(",")] if by else known
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"--by has {unknown[0]!r}: on {device.type} it takes {', '.join(known)}")
@@ -94,11 +94,11 @@ def kernels(
     with progress() as step:
         step("measuring", len(configs))
         for config in configs:
-            result.add(measure(config, clock, seconds=seconds, by=names))
+            result.add(measure_kernels(config, clock, seconds=seconds, prefixes=names))
             step("measuring", None)
-    result.notes.append(compare(result.rows))
+    result.notes.append(comparison_line(result.rows))
     result.provenance = provenance(device)
-    finish(result, json, csv)
+    finish_command(result, json, csv)
 
 
 def _tuple(given: Any) -> tuple[int, ...] | None:
@@ -107,14 +107,14 @@ def _tuple(given: Any) -> tuple[int, ...] | None:
 
 def _check_room(configs: list[Any], ours: int, theirs: int, device: torch.device) -> None:
     """Refuse a shape whose mask is invalid or that does not fit into free memory, naming the length that fits."""
-    from ..common.memory import Needs, needs_on, refuse_too_large
+    from ..common.memory import MemoryNeeds, check_size_fits, tensor_needs
     from ..common.memory_table import kernels_bytes
     from .speed import PRODUCT_SIDE
 
     for config in configs:
         _ = config.mask  # raise for the requested length, not for a shorter one
 
-        def needed(seqlen: int, config: Any = config) -> Needs:
-            return needs_on(device, kernels_bytes(config, seqlen, ours, theirs, PRODUCT_SIDE[device.type]))
+        def needed(seqlen: int, config: Any = config) -> MemoryNeeds:
+            return tensor_needs(device, kernels_bytes(config, seqlen, ours, theirs, PRODUCT_SIDE[device.type]))
 
-        refuse_too_large("--seqlen", config.seqlen, needed, device, unit="tokens")
+        check_size_fits("--seqlen", config.seqlen, needed, device, unit="tokens")

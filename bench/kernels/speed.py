@@ -17,14 +17,14 @@ from torch import Tensor
 from ...comm.cuda_threads import HIGH_PRIORITY, new_stream
 from ...kernels import Bounds, attention_forward
 from ...ring import Layout, Mask, bounds
-from ..common.attention import BACKWARD_FLOPS, DTYPES, AttentionConfig, forward_flops, mask_title
-from ..common.cases import Number
-from ..common.errors import RESULTS, Inputs, Judge, chosen_heads, judge_of
-from ..common.flags import OF_RINGS
+from ..common.attention import BACKWARD_FLOPS, DTYPES, AttentionConfig, forward_flops, mask_label
+from ..common.cases import MeasuredNumber
+from ..common.errors import RESULTS, AttentionInputs, ErrorJudge, build_judge, judged_heads
+from ..common.flags import RING_TIMERS
 from ..common.result import Result, Row
-from ..common.timing import Clock, Samples, Step, interleaved, nearest, repeats_within
-from .beside import COPY_BYTES, LEFT, Copy, bytes_for
-from .contender import (
+from ..common.timing import Samples, Step, StepTimer, repeats_within, supported_timer, time_in_turns
+from .background_copy import COPY_BYTES, FREE_MULTIPROCESSORS, BackgroundCopy, copy_bytes_for
+from .contenders import (
     BACKWARD,
     FORWARD,
     OURS,
@@ -32,15 +32,15 @@ from .contender import (
     PASSES,
     STATE,
     VARIANTS,
-    Cannot,
-    Given,
-    Ready,
-    Variant,
-    contenders,
+    ContenderInputs,
+    PreparedContender,
+    TritonVariant,
+    UnsupportedContenderError,
+    list_contenders,
 )
 
 # Two sums of the same terms differ by a few roundings of the result (2^-8 in bfloat16).
-AGREE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
+AGREEMENT_LIMITS = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
 PRODUCT = "matrix product"
 PRODUCT_SIDE = {"cuda": 8192, "cpu": 1024}
 SHAPE = ("dtype", "head_dim", "head_dim_v", "mask", "seqlen", "heads", "batch")
@@ -57,12 +57,14 @@ def labels_of(config: AttentionConfig) -> dict[str, Any]:
     dims = {} if config.value_dim == config.head_dim else {"head_dim_v": config.value_dim}
     return {
         "dtype": config.dtype, "head_dim": config.head_dim, **dims,
-        "mask": mask_title(config.mask), "seqlen": config.seqlen, "heads": f"{config.heads}/{config.kv_heads}",
+        "mask": mask_label(config.mask), "seqlen": config.seqlen, "heads": f"{config.heads}/{config.kv_heads}",
         "batch": config.batch,
     }  # fmt: skip
 
 
-def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequence[str] = ()) -> Result:
+def measure_kernels(
+    config: AttentionConfig, clock: StepTimer, *, seconds: float, prefixes: Sequence[str] = ()
+) -> Result:
     """Check every contender against float64, then time every pass in turns with a matrix product.
 
     If our kernels are missing or have an error above the limit, the measurement has failed. Problems of other
@@ -71,24 +73,29 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
     result, labels = Result("bench kernels", UNITS), labels_of(config)
     steps, errors = dict[str, Step](), dict[str, dict[str, float]]()
     side = PRODUCT_SIDE[clock.device.type]
-    with clock.stage():
-        inputs = Given.drawn(config, clock.device)
-        heads = chosen_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen)
-        judge = judge_of(Inputs(inputs.q, inputs.k, inputs.v, inputs.dout), config.options(clock.device), heads)
-        for contender in contenders(clock.device):
-            if by and contender.name not in by:
+    with clock.capture_stream():
+        inputs = ContenderInputs.draw_random(config, clock.device)
+        heads = judged_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen)
+        judge = build_judge(
+            AttentionInputs(inputs.q, inputs.k, inputs.v, inputs.dout), config.reference_masks(clock.device), heads
+        )
+        for contender in list_contenders(clock.device):
+            if prefixes and contender.name not in prefixes:
                 continue
             try:
                 ready = contender.make(inputs)
-                steps |= {f"{what}:{contender.name}": _captured(clock, step) for what, step in ready.steps.items()}
-            except Cannot as reason:
+                steps |= {
+                    f"{what}:{contender.name}": _prepare_or_skip_graph(clock, step)
+                    for what, step in ready.steps.items()
+                }
+            except UnsupportedContenderError as reason:
                 result.rows.append({**labels, "by": contender.name, "pass": "", "note": str(reason)})
                 if contender.name == OURS:
                     result.failed.append(f"{OURS} is not available: {reason}")
                 continue
             for what, name, error in _errors(ready, judge):
                 limit = judge.limits[name]
-                if contender.ours and judge.wrong({name: error}):
+                if contender.is_ours and judge.failing_results({name: error}):
                     shape = ", ".join(f"{key} {value}" for key, value in labels.items())
                     message = f"error of {name} is {error:.3g}, at most {limit:.3g} allowed"
                     result.failed.append(f"{what} by {contender.name}: {message}; {shape}")
@@ -96,11 +103,11 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
                 worst["error"] = max(worst["error"], error)
                 worst["error/allowed"] = max(worst["error/allowed"], error / limit)
         a, b = (torch.randn(side, side, device=clock.device).to(DTYPES[config.dtype]) for _ in range(2))
-        steps[PRODUCT] = clock.prepared(lambda: a @ b)
+        steps[PRODUCT] = clock.prepare_step(lambda: a @ b)
         for step in steps.values():
             step()  # compile, and let cuDNN choose its plan
         one_round = sum(clock(step) for step in steps.values())
-        times = interleaved(steps, clock, warmup=1, repeats=repeats_within(seconds, one_round))
+        times = time_in_turns(steps, clock, warmup=1, repeats=repeats_within(seconds, one_round))
     ceiling = 2 * side**3 / times.pop(PRODUCT).median / 1e12
     rows = [_row(name, samples, config, ceiling) | errors.get(name, {}) for name, samples in times.items()]
     result.rows += sorted(rows, key=lambda row: [*PASSES, *PARTS].index(row["pass"]))
@@ -108,22 +115,24 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
     return result
 
 
-def _errors(ready: Ready, judge: Judge) -> Iterator[tuple[str, str, float]]:
+def _errors(ready: PreparedContender, judge: ErrorJudge) -> Iterator[tuple[str, str, float]]:
     """Yield the pass, the result's name, and its largest error against float64."""
     for name, error in judge.errors(dict(zip(RESULTS, ready.results, strict=False))).items():
         yield FORWARD if name == RESULTS[0] else BACKWARD, name, error
-    if ready.carried is not None:
-        yield STATE, RESULTS[0], judge.errors({RESULTS[0]: ready.carried})[RESULTS[0]]
+    if ready.carried_lse is not None:
+        yield STATE, RESULTS[0], judge.errors({RESULTS[0]: ready.carried_lse})[RESULTS[0]]
 
 
-def _captured(clock: Clock, step: Step) -> Step:
-    """Return the function to time: a graph's replay, or the step; raise ``Cannot`` if capturing fails."""
+def _prepare_or_skip_graph(clock: StepTimer, step: Step) -> Step:
+    """Return the function to time: a graph's replay, or the step; raise ``UnsupportedContenderError`` if capturing fails."""
     try:
-        return clock.prepared(step)
+        return clock.prepare_step(step)
     except torch.AcceleratorError:
         raise
     except RuntimeError as refused:
-        raise Cannot(f"it cannot be captured as a CUDA graph: {str(refused).splitlines()[0]}") from None
+        raise UnsupportedContenderError(
+            f"it cannot be captured as a CUDA graph: {str(refused).splitlines()[0]}"
+        ) from None
 
 
 def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -> dict[str, Any]:
@@ -139,7 +148,7 @@ def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -
     return row
 
 
-def compare(rows: Sequence[Row]) -> str:
+def comparison_line(rows: Sequence[Row]) -> str:
     """Return the summary line: our best rate over the best of the others, pass by pass."""
     ratio_texts = []
     for what in (FORWARD, BACKWARD):
@@ -166,13 +175,15 @@ COPY_LASTS = 2.0  # times the forward's own time, so that the copy outlasts it
 TWO_PASSES = (OURS, f"{OURS} dkdv by descriptors")
 SINGLE_PASSES = (f"{OURS} single pass", f"{OURS} hopper single pass")
 FORWARDS = (OURS, f"{OURS} hopper", f"{OURS} longest first")
-WITH_MARGIN = Variant(f"{OURS} persistent with margin", {"persistent": True, "sm_margin": LEFT}, (FORWARD,))
+MARGIN_VARIANT = TritonVariant(
+    f"{OURS} persistent with margin", {"persistent": True, "sm_margin": FREE_MULTIPROCESSORS}, (FORWARD,)
+)
 """Leaves multiprocessors to the copy, as a ring does for its transfers; only useful alongside a transfer."""
-BESIDE = [*(variant for variant in VARIANTS if variant.name in FORWARDS), WITH_MARGIN]
+BESIDE_VARIANTS = [*(variant for variant in VARIANTS if variant.name in FORWARDS), MARGIN_VARIANT]
 FULL128, CAUSAL128, FULL64, STATE128, BESIDE128 = "full D128", "causal D128", "full D64", "8k keys", "beside"
 
 
-class Target(NamedTuple):
+class SpeedTarget(NamedTuple):
     """A speed target: a measurement, our variants (the best counts), and the bars to reach."""
 
     what: str
@@ -184,22 +195,22 @@ class Target(NamedTuple):
 
 
 TARGETS = (
-    Target("forward D128, full", FULL128, FORWARD, FORWARDS,
+    SpeedTarget("forward D128, full", FULL128, FORWARD, FORWARDS,
            (("floor", FLASH, 1.25), ("goal", CUDNN, 1.05), ("goal", RATE, 650))),
-    Target("forward D128, causal", CAUSAL128, FORWARD, FORWARDS,
+    SpeedTarget("forward D128, causal", CAUSAL128, FORWARD, FORWARDS,
            (("floor", FLASH, 1.2), ("goal", CUDNN, 1.05), ("goal", RATE, 600))),
-    Target("forward D64, full", FULL64, FORWARD, FORWARDS, (("floor", FLASH, 1.2), ("goal", CUDNN, 1.05))),
-    Target("backward D128, two passes", FULL128, BACKWARD, TWO_PASSES, (("floor", FLASH, 0.9), ("goal", FLASH, 1.15))),
-    Target("backward D128, single pass", FULL128, BACKWARD, SINGLE_PASSES,
+    SpeedTarget("forward D64, full", FULL64, FORWARD, FORWARDS, (("floor", FLASH, 1.2), ("goal", CUDNN, 1.05))),
+    SpeedTarget("backward D128, two passes", FULL128, BACKWARD, TWO_PASSES, (("floor", FLASH, 0.9), ("goal", FLASH, 1.15))),
+    SpeedTarget("backward D128, single pass", FULL128, BACKWARD, SINGLE_PASSES,
            (("floor", FLASH, 1.2), ("goal", CUDNN, 1.0), ("goal", RATE, 500))),
-    Target("carried state, 8k keys per hop", STATE128, STATE, FORWARDS,
+    SpeedTarget("carried state, 8k keys per hop", STATE128, STATE, FORWARDS,
            (("floor", FORWARD, 0.93), ("goal", FORWARD, 0.97))),
-    Target("forward beside a transfer", BESIDE128, FORWARD, (*FORWARDS, WITH_MARGIN.name),
+    SpeedTarget("forward beside a transfer", BESIDE128, FORWARD, (*FORWARDS, MARGIN_VARIANT.name),
            (("floor", ALONE, 0.85), ("goal", ALONE, 0.92))),
 )  # fmt: skip
 
 
-class Sizes(NamedTuple):
+class TargetSizes(NamedTuple):
     """Sizes of the target table; tests take smaller ones."""
 
     seqlen: int = 16 * 1024
@@ -211,13 +222,13 @@ class Sizes(NamedTuple):
     nbytes: int = COPY_BYTES  # of the copy, which is scaled to last long enough
 
 
-def targets(
-    device: torch.device, *, seconds: float = 1.5, sizes: Sizes | None = None, timer: str = ""
-) -> Iterator[Number]:
+def measure_targets(
+    device: torch.device, *, seconds: float = 1.5, sizes: TargetSizes | None = None, timer: str = ""
+) -> Iterator[MeasuredNumber]:
     """Yield measurements and verdicts of ``TARGETS``; alongside a transfer, no graph is timed."""
-    sizes, clock = sizes or Sizes(), Clock(device, timer=timer)
-    beside = Clock(device, timer=nearest(timer, OF_RINGS))
-    measurements: dict[str, Iterator[Number]] = {
+    sizes, clock = sizes or TargetSizes(), StepTimer(device, timer=timer)
+    beside = StepTimer(device, timer=supported_timer(timer, RING_TIMERS))
+    measurements: dict[str, Iterator[MeasuredNumber]] = {
         FULL128: _shape(clock, sizes, sizes.seqlen, sizes.wide, False, seconds),
         CAUSAL128: _shape(clock, sizes, sizes.seqlen, sizes.wide, True, seconds),
         FULL64: _shape(clock, sizes, sizes.seqlen, sizes.narrow, False, seconds),
@@ -232,36 +243,38 @@ def targets(
                 rates[f"{number.name}:{number.labels['by']}"] = number.value
         for target in TARGETS:
             if target.group == group:
-                yield from judged(target, rates)
+                yield from judge_target(target, rates)
 
 
-def judged(target: Target, rates: Mapping[str, float]) -> Iterator[Number]:
+def judge_target(speed_target: SpeedTarget, rates: Mapping[str, float]) -> Iterator[MeasuredNumber]:
     """Yield the ratio to each bar of a target, and whether it is reached."""
     ours = {
-        best_name: rates[f"{target.passes}:{best_name}"]
-        for best_name in target.by
-        if f"{target.passes}:{best_name}" in rates
+        best_name: rates[f"{speed_target.passes}:{best_name}"]
+        for best_name in speed_target.by
+        if f"{speed_target.passes}:{best_name}" in rates
     }
-    best_name = max(ours, key=ours.__getitem__, default=target.by[0])
-    for kind, divisor, minimum in target.bars:
-        other = _rate_of(divisor, target.passes, best_name, rates)
+    best_name = max(ours, key=ours.__getitem__, default=speed_target.by[0])
+    for kind, divisor, minimum in speed_target.bars:
+        other = _reference_rate(divisor, speed_target.passes, best_name, rates)
         reached = ours[best_name] / other if ours and other else None
         verdict = "not measured" if reached is None else "reached" if reached >= minimum else "missed"
         labels = {"by": best_name, "over": divisor, "bar": kind, "at least": minimum, "verdict": verdict}
-        yield Number(target.what, reached, RATE if divisor == RATE else "times", labels)
+        yield MeasuredNumber(speed_target.what, reached, RATE if divisor == RATE else "times", labels)
 
 
-def _rate_of(over: str, what: str, who: str, rates: Mapping[str, float]) -> float | None:
+def _reference_rate(divisor: str, what: str, our_name: str, rates: Mapping[str, float]) -> float | None:
     """Return the divisor of a target's rate; None if it was not measured."""
-    if over == RATE:
+    if divisor == RATE:
         return 1.0
-    if over == ALONE:
+    if divisor == ALONE:
         # Take the fastest of all: a variant that leaves room for transfers is slow alone, so its ratio would look good.
         return max((rate for name, rate in rates.items() if name.startswith(f"{ALONE}:")), default=None)
-    return rates.get(f"{FORWARD}:{who}" if over == FORWARD else f"{what}:{over}")
+    return rates.get(f"{FORWARD}:{our_name}" if divisor == FORWARD else f"{what}:{divisor}")
 
 
-def _shape(clock: Clock, sizes: Sizes, seqlen: int, head_dim: int, causal: bool, seconds: float) -> Iterator[Number]:
+def _shape(
+    clock: StepTimer, sizes: TargetSizes, seqlen: int, head_dim: int, causal: bool, seconds: float
+) -> Iterator[MeasuredNumber]:
     """Measure our variants next to SDPA's flash and cuDNN backends, as ``bench kernels`` does for one shape."""
     config = AttentionConfig(
         seqlen, heads=sizes.heads, kv_heads=sizes.heads, head_dim=head_dim, dtype=sizes.dtype, causal=causal,
@@ -269,45 +282,45 @@ def _shape(clock: Clock, sizes: Sizes, seqlen: int, head_dim: int, causal: bool,
     )  # fmt: skip
     wanted = {name for target in TARGETS for name in target.by}
     names = (*(variant.name for variant in VARIANTS if variant.name in wanted), FLASH, CUDNN)
-    result = measure(config, clock, seconds=seconds, by=names)
+    result = measure_kernels(config, clock, seconds=seconds, prefixes=names)
     labels = labels_of(config)
     for row in result.rows:
         row_labels = {**labels, "by": row["by"]}
         if not row["pass"]:
-            yield Number("not available", None, "", row_labels, note=row["note"])
+            yield MeasuredNumber("not available", None, "", row_labels, note=row["note"])
         elif "rate" in row:
-            yield Number(row["pass"], row["rate"], RATE, row_labels, spread=row["spread"])
+            yield MeasuredNumber(row["pass"], row["rate"], RATE, row_labels, spread=row["spread"])
     for failure in result.failed:
-        yield Number("wrong results", 1, "", labels, limit=0, note=failure)
+        yield MeasuredNumber("wrong results", 1, "", labels, limit=0, note=failure)
 
 
-def _beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Number]:
+def _beside_a_transfer(clock: StepTimer, sizes: TargetSizes, seconds: float) -> Iterator[MeasuredNumber]:
     """Measure the forward alone, and alongside a copy of few blocks on a high-priority stream."""
     device, shape = clock.device, (1, sizes.seqlen, sizes.heads, sizes.wide)
     q, k, v = (torch.randn(shape, device=device).to(DTYPES[sizes.dtype]) for _ in range(3))
     alone: dict[str, Step] = {}
-    for variant in BESIDE:
+    for variant in BESIDE_VARIANTS:
         try:
             forward = partial(attention_forward, q, k, v, config=variant.config(q, v, full=True))
             forward()
         except (ValueError, NotImplementedError, TypeError) as refused:
-            yield Number("not available", None, "", {"by": variant.name}, note=str(refused))
+            yield MeasuredNumber("not available", None, "", {"by": variant.name}, note=str(refused))
         else:
             alone[variant.name] = forward
     if not alone:
         return
     slowest = max(statistics.median(clock(step) for _ in range(3)) for step in alone.values())
-    copy = Copy(device, bytes_for(device, COPY_LASTS * slowest, sizes.nbytes))
+    copy = BackgroundCopy(device, copy_bytes_for(device, COPY_LASTS * slowest, sizes.nbytes))
     stream = new_stream(device, HIGH_PRIORITY)
     steps: dict[str, Step] = {}
     for name, step in alone.items():
-        steps |= {f"{ALONE}:{name}": step, f"{FORWARD}:{name}": copy.beside(step, stream)}
-    samples_by_name = interleaved(
+        steps |= {f"{ALONE}:{name}": step, f"{FORWARD}:{name}": copy.run_alongside(step, stream)}
+    samples_by_name = time_in_turns(
         steps, clock, repeats=repeats_within(seconds, sum(clock(step) for step in steps.values()))
     )
     flops = forward_flops(sizes.seqlen**2, heads=sizes.heads, head_dim=sizes.wide)
     for name, samples in samples_by_name.items():
         what, _, who = name.partition(":")
         labels = {"by": who, "head_dim": sizes.wide, "queries": sizes.seqlen, "keys": sizes.seqlen}
-        yield Number(what, flops / samples.median / 1e12, RATE, labels, spread=samples.spread)
-    yield Number("wrong in the copy", copy.wrong(), "elements", limit=0)
+        yield MeasuredNumber(what, flops / samples.median / 1e12, RATE, labels, spread=samples.spread)
+    yield MeasuredNumber("wrong in the copy", copy.count_wrong(), "elements", limit=0)

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from ..common import flags
-from ..common.ranks import member
-from ..common.result import finish
-from .names import FORWARD, IN_PROCESS, MATMUL, swept
+from ..common.ranks import launched_rank
+from ..common.result import finish_command
+from .names import FORWARD, IN_PROCESS, MATMUL, swept_transports
 
 if TYPE_CHECKING:
     from ..common.result import Result
@@ -21,7 +21,7 @@ CHANNELS = "auto,1,2,4,8,16,32"  # default channels of nccl
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def steps(minbytes: int, maxbytes: int, factor: int) -> tuple[int, ...]:
+def message_sizes(minbytes: int, maxbytes: int, factor: int) -> tuple[int, ...]:
     """Return the sizes of nccl-tests' flags ``-b -e -f``; raise typer.BadParameter if there are none."""
     if not 0 < minbytes <= maxbytes:
         raise typer.BadParameter(f"-b is {minbytes} and -e is {maxbytes}: -b must be at least 1 and at most -e")
@@ -31,7 +31,7 @@ def steps(minbytes: int, maxbytes: int, factor: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def limits_list(text: str) -> tuple[int | None, ...]:
+def parse_channel_counts(text: str) -> tuple[int | None, ...]:
     """Parse a comma-separated list of counts that ``Limits`` takes, or ``auto`` for a ring's default."""
     from ...comm import Limits
 
@@ -47,7 +47,7 @@ def limits_list(text: str) -> tuple[int | None, ...]:
     return counts
 
 
-def transports_of(text: str) -> tuple[str, ...]:
+def parse_transports(text: str) -> tuple[str, ...]:
     """Parse the transports to measure; raise typer.BadParameter if one is unknown."""
     from ...comm import transport_names
 
@@ -58,7 +58,7 @@ def transports_of(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def beside_name(text: str, device: str) -> str:
+def parse_beside(text: str, device: str) -> str:
     """Return the kernel to run alongside the transfers; raise typer.BadParameter if it cannot run here."""
     if text not in ("", FORWARD, MATMUL, "none"):
         raise typer.BadParameter(f"--beside is {text!r}: it takes {FORWARD}, {MATMUL} or none")
@@ -68,19 +68,19 @@ def beside_name(text: str, device: str) -> str:
 
 
 @app.command()
-def links(
+def links_command(
     context: typer.Context,
     minbytes: Annotated[
-        Any, typer.Option("-b", "--minbytes", parser=flags.size, metavar="SIZE", help="Smallest message.")
+        Any, typer.Option("-b", "--minbytes", parser=flags.parse_size_text, metavar="SIZE", help="Smallest message.")
     ] = "32M",
     maxbytes: Annotated[
-        Any, typer.Option("-e", "--maxbytes", parser=flags.size, metavar="SIZE", help="Largest message.")
+        Any, typer.Option("-e", "--maxbytes", parser=flags.parse_size_text, metavar="SIZE", help="Largest message.")
     ] = "32M",
     stepfactor: Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="Factor between sizes.")] = 2,
     iters: Annotated[int, typer.Option("-n", "--iters", min=1, help="Timed transfers, back to back.")] = 20,
     warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before the timed ones.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
-    timer: flags.TimerOfRings = "",
+    timer: flags.RingTimer = "",
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks; default: the launcher's, or the GPUs, at least 2.")
     ] = None,
@@ -89,11 +89,16 @@ def links(
     channels: Annotated[
         Any,
         typer.Option(
-            parser=limits_list, metavar="N,…", help=f"NCCL channels; auto is a ring's default; default: {CHANNELS}."
+            parser=parse_channel_counts,
+            metavar="N,…",
+            help=f"NCCL channels; auto is a ring's default; default: {CHANNELS}.",
         ),
     ] = None,
     ctas: Annotated[
-        Any, typer.Option(parser=limits_list, metavar="N,…", help="NCCL CTAs; auto is a ring's default; default: auto.")
+        Any,
+        typer.Option(
+            parser=parse_channel_counts, metavar="N,…", help="NCCL CTAs; auto is a ring's default; default: auto."
+        ),
     ] = None,
     beside: Annotated[
         str,
@@ -109,47 +114,47 @@ def links(
     import torch
 
     from ..common.provenance import provenance
-    from .runs import LinksConfig, check_room, everywhere
+    from .measure import LinksConfig, check_message_fits, measure_everywhere
 
-    device, place = flags.device_name(device), member()
+    device, place = flags.parse_device_kind(device), launched_rank()
     if device == "cpu":
         flags.check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas"})
-    timer = flags.timer_of_rings(device, timer)
-    names = transports_of(transport)
-    if not {*names} & {*swept()}:
-        mode = f"without {' or '.join(swept())} among --transport"
+    timer = flags.resolve_ring_timer(device, timer)
+    names = parse_transports(transport)
+    if not {*names} & {*swept_transports()}:
+        mode = f"without {' or '.join(swept_transports())} among --transport"
         flags.check_mode(context, mode, context.params.keys() - {"channels", "ctas"})
     for name in names if transport != "all" else ():
-        flags.check_transport(name, device, 1)  # here, local runs between virtual ranks
+        flags.check_transport_flag(name, device, 1)  # here, local runs between virtual ranks
     config = LinksConfig(
         transports=names,
         device=device,
-        sizes=steps(minbytes, maxbytes, stepfactor),
+        sizes=message_sizes(minbytes, maxbytes, stepfactor),
         iters=iters,
         warmup=warmup,
         checks=check,
         timer=timer,
-        channels=channels or limits_list(CHANNELS),
-        ctas=ctas or limits_list("auto"),
-        beside=beside_name(beside, device),
+        channels=channels or parse_channel_counts(CHANNELS),
+        ctas=ctas or parse_channel_counts("auto"),
+        beside=parse_beside(beside, device),
         must_open=transport != "all",
     )
     ranks = flags.resolve_world(world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
-    check_room(config, ranks if place is None else place.local_world, launched=place is not None)
+    check_message_fits(config, ranks if place is None else place.local_world, launched=place is not None)
     with Console(stderr=True).status("measuring"):
-        result = everywhere(ranks, config)
-    result.notes = [*settings(timer), *result.notes, *best(result)]
+        result = measure_everywhere(ranks, config)
+    result.notes = [*setting_notes(timer), *result.notes, *fastest_link_note(result)]
     result.provenance = provenance(torch.device(device))
-    finish(result, json, csv)
+    finish_command(result, json, csv)
 
 
-def settings(timer: str) -> list[str]:
+def setting_notes(timer: str) -> list[str]:
     """Return notes with the timer and the environment variables that NCCL reads."""
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
     return [f"timed by {timer}", *variables]
 
 
-def best(result: Result) -> list[str]:
+def fastest_link_note(result: Result) -> list[str]:
     """Return a note on the fastest row of the largest size, preferring processes and all edges at once."""
     rows = [row for row in result.rows if row["transport"] != IN_PROCESS] or result.rows
     rows = [row for row in rows if row["edge"] == "all"] or rows
@@ -158,5 +163,5 @@ def best(result: Result) -> list[str]:
     row = max(rows, key=lambda row: (row["size"], row["algbw"]))
     channels = "" if row["channels"] is None else f", {row['channels']} channels"
     kind = "within one process" if row["transport"] == IN_PROCESS else "between processes"
-    what = f"{row['transport']}{channels}, {flags.binary(row['size'])} bytes, {row['way']}"
+    what = f"{row['transport']}{channels}, {flags.size_text(row['size'])} bytes, {row['way']}"
     return [f"best {kind}: {what}: {row['algbw']:.4g} GB/s"]

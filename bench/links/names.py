@@ -6,7 +6,7 @@ IN_PROCESS = "local"
 FORWARD, MATMUL = "forward", "matmul"  # kernels alongside a transfer
 
 
-def swept() -> list[str]:
+def swept_transports() -> list[str]:
     """Return the transports that have channels and CTAs to sweep."""
     from ...comm.registry import transports  # imports torch, which flags must not
 

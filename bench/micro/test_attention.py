@@ -13,7 +13,14 @@ import torch
 
 from ringattn import Layout, LocalWorld, ring_attention
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.kernels.contender import BACKWARD, FORWARD, STATE, Cannot, Given, contenders
+from ringattn.bench.kernels.contenders import (
+    BACKWARD,
+    FORWARD,
+    STATE,
+    ContenderInputs,
+    UnsupportedContenderError,
+    list_contenders,
+)
 from ringattn.comm import GroupLike
 
 ON_GPU = torch.cuda.is_available()
@@ -23,7 +30,7 @@ CONFIG = (
     if ON_GPU
     else AttentionConfig(512, heads=2, kv_heads=2, head_dim=64)
 )
-OURS = {one.name: one for one in contenders(DEVICE) if one.ours}
+OURS = {one.name: one for one in list_contenders(DEVICE) if one.is_ours}
 WORLD = 2
 
 
@@ -36,8 +43,8 @@ def synchronize() -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_one_launch(benchmark: Any, name: str, step: str) -> None:
     try:
-        steps = OURS[name].make(Given.drawn(CONFIG, DEVICE)).steps
-    except Cannot as reason:
+        steps = OURS[name].make(ContenderInputs.draw_random(CONFIG, DEVICE)).steps
+    except UnsupportedContenderError as reason:
         pytest.skip(str(reason))
     if step not in steps:
         pytest.skip(f"{name} changes nothing in the {step}")
@@ -52,7 +59,7 @@ def test_one_launch(benchmark: Any, name: str, step: str) -> None:
 def test_ring_step_of_two_virtual_ranks(benchmark: Any) -> None:
     """Time forward and backward of a causal zigzag ring over the transport inside one process."""
     layout = Layout.zigzag(CONFIG.seqlen, WORLD)
-    drawn = [[layout.shard(x, rank) for x in CONFIG.drawn(0, DEVICE)] for rank in range(WORLD)]
+    drawn = [[layout.shard(x, rank) for x in CONFIG.random_shard(0, DEVICE)] for rank in range(WORLD)]
 
     def step(group: GroupLike) -> None:
         rank = group.rank()  # type: ignore[union-attr]  # a virtual rank

@@ -15,8 +15,8 @@ import torch
 
 from ringattn import Layout, LocalWorld, ring_attention
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.host.hop import ring_of_one, shard_of
-from ringattn.bench.overlap.runs import PHASES, TOGETHER
+from ringattn.bench.host.hop_posting import rank_passes, ring_of_one
+from ringattn.bench.overlap.measure import PHASES, TOGETHER
 from ringattn.comm import GroupLike, Topology
 from ringattn.kernels import default_config
 from ringattn.ring import Mask, bounds, schedule, visible_pairs
@@ -134,7 +134,7 @@ def test_posting_a_ring_pass(benchmark: Any, phase: str) -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
     config = AttentionConfig(8 * 4096, 8, 1, 32, 32, 128, "bfloat16", causal=False, layout="contiguous")
     with ring_of_one(device) as ring:
-        shard = shard_of(config, ring, device)
+        shard = rank_passes(config, ring, device)
         benchmark(shard.run, phase, TOGETHER)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

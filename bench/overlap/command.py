@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import flags
-from ..common.launching import spawn
-from ..common.result import finish
+from ..common.launching import run_process_group
+from ..common.result import finish_command
 
 if TYPE_CHECKING:
-    from .runs import Setting
+    from .measure import BufferSetting
 
 LINK_SHARE = 0.8
 
@@ -31,7 +31,7 @@ def overlap(
     heads: flags.Heads = 8,
     kv_heads: flags.KvHeads = None,
     head_dim: flags.HeadDim = 64,
-    dtype: flags.DtypeOfDevice = None,
+    dtype: flags.DeviceDtype = None,
     causal: flags.Causal = True,
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     slots: Annotated[Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Receive buffers for K/V.")] = "1,2,3",
@@ -50,7 +50,7 @@ def overlap(
         str, typer.Option(help="As in Ring(transport=); default: auto, on the CPU process_group.")
     ] = "",
     device: flags.DeviceFlag = "",
-    timer: flags.TimerOfRings = "",
+    timer: flags.RingTimer = "",
     repeats: flags.Repeats = 5,
     threads: flags.Threads = None,
     seed: flags.Seed = 0,
@@ -61,48 +61,48 @@ def overlap(
     import torch
 
     from ..common.attention import AttentionConfig
-    from ..common.memory import refuse_ranks
+    from ..common.memory import check_ranks_fit
     from ..common.memory_table import settings_bytes
     from ..common.provenance import provenance
-    from .runs import OverlapConfig, measure
+    from .measure import OverlapConfig, measure_overlap
 
-    device = flags.device_name(device)
+    device = flags.parse_device_kind(device)
     on_gpu = device == "cuda"
     if on_gpu:
         flags.check_mode(
             context, "on a GPU, because only CPU links are throttled", context.params.keys() - {"link_share"}
         )
     world = flags.resolve_world(world, max(2, torch.cuda.device_count() if on_gpu else 0))
-    kv_heads = flags.kv_heads_of(heads, kv_heads)
+    kv_heads = flags.resolve_kv_heads(heads, kv_heads)
     flags.check_chunks(chunks, kv_heads)
     transport = transport or ("auto" if on_gpu else "process_group")
-    flags.check_transport(transport, device, world)
-    settings, reasons = rings_of(slots, prefetch, chunks, world)
-    timer = flags.timer_of_rings(device, timer)
+    flags.check_transport_flag(transport, device, world)
+    settings, reasons = ring_settings_grid(slots, prefetch, chunks, world)
+    timer = flags.resolve_ring_timer(device, timer)
 
     problem = AttentionConfig(
         world * tokens, world, batch, heads, kv_heads, head_dim, dtype or ("bfloat16" if on_gpu else "float32"),
         causal, layout.value, flags.resolve_threads(threads, world), seed, device, transport,
     )  # fmt: skip
     each = partial(settings_bytes, slots=[slots for slots, _, _ in settings])
-    refuse_ranks("--tokens", problem, each, per_rank=True)
+    check_ranks_fit("--tokens", problem, each, per_rank=True)
     config = OverlapConfig(problem, settings, repeats, None if on_gpu else link_share, timer)
-    result = spawn(world, measure, config, device=device)
+    result = run_process_group(world, measure_overlap, config, device=device)
     result.notes = [*(f"skipped: {reason}" for reason in reasons), *result.notes]
     result.provenance = provenance(torch.device(device))
-    finish(result, json, csv)
+    finish_command(result, json, csv)
 
 
-def rings_of(
+def ring_settings_grid(
     slots: list[int], prefetch: list[int], chunks: list[int], world: int
-) -> tuple[tuple[Setting, ...], list[str]]:
+) -> tuple[tuple[BufferSetting, ...], list[str]]:
     """Return all valid (slots, prefetch, chunks) and why others are not; raise typer.BadParameter if there are none."""
-    from ...ring.ring import depth_of
+    from ...ring.ring import check_slots
 
     pairs, reasons = [], []
     for pair in product(slots, prefetch):
         try:
-            depth_of(*pair, world)
+            check_slots(*pair, world)
             pairs.append(pair)
         except ValueError as error:
             reasons.append(str(error))

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import flags
-from ..common.output import check_targets, prints, write_json
-from ..common.result import Result, finish
+from ..common.output import check_writable, is_printing_rank, write_json
+from ..common.result import Result, finish_command
 from .links import PRESETS
 from .speed import DRAWS, GPUS, MOST_RANKS
 
 if TYPE_CHECKING:  # these import torch, which would slow --help
-    from .alternatives import Way
-    from .call import Call
-    from .inputs import Inputs
+    from .alternatives import Alternative
+    from .inputs import PredictionInputs
+    from .predicted_call import PredictedCall
     from .speed import Speed
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 PICTURE = Path("predict.png")
-BETWEEN = "ib400"
+DEFAULT_NODE_LINK = "ib400"
 MOST_GPUS = 16 * 1024
 TOKENS, WORLD = 8192, 8
-ONE_RING = ("tokens", "seqlen", "trace", "slow", "jitter")
+ONE_RING_FLAGS = ("tokens", "seqlen", "trace", "slow", "jitter")
 """Flags that cannot be combined with --sweep."""
 WHOLE_RING = ("tokens", "seqlen", "world", "sweep")
 """Flags that cannot be combined with a layout from a file."""
@@ -43,7 +43,7 @@ class PassName(StrEnum):
     both = "both"
 
 
-def slow_rank(text: str) -> tuple[int, float]:
+def parse_slow_rank(text: str) -> tuple[int, float]:
     """Parse ``3=1.5``: rank 3 takes 1.5 times as long."""
     rank, _, factor = text.partition("=")
     try:
@@ -52,12 +52,12 @@ def slow_rank(text: str) -> tuple[int, float]:
         raise typer.BadParameter(f"{text!r}: it must be RANK=FACTOR, such as 3=1.5") from None
 
 
-def axes(text: str) -> dict[str, list[int]]:
+def parse_axes(text: str) -> dict[str, list[int]]:
     """Parse ``tokens=1k..128k,gpus=2..16k`` as powers of two from one end to the other."""
     result = {}
     for part in text.split(","):
         name, _, span = part.partition("=")
-        first, last = (flags.size(end) for end in (span if ".." in span else "0..0").split("..", 1))
+        first, last = (flags.parse_size_text(end) for end in (span if ".." in span else "0..0").split("..", 1))
         result[name] = [first << step for step in range(64) if first << step <= last] if first else []
     if set(result) != {"tokens", "gpus"} or not all(result.values()):
         raise typer.BadParameter(f"{text!r}: it must have the form tokens=1k..128k,gpus=2..16k")
@@ -89,7 +89,7 @@ def predict(
     causal: flags.Causal = True,
     window: flags.Window = None,
     cu_seqlens: flags.CuSeqlens = None,
-    documents: flags.DocumentsOfMean = None,
+    documents: flags.MeanDocumentLength = None,
     documents_seed: flags.DocumentsSeed = None,
     prefix_length: flags.PrefixLength = None,
     block_mask: flags.BlockMaskPattern = None,
@@ -118,7 +118,7 @@ def predict(
     slow: Annotated[
         list[Any] | None,
         typer.Option(
-            parser=slow_rank, metavar="RANK=FACTOR", help=f"A slow rank, as in 3=1.5; up to {MOST_RANKS} GPUs."
+            parser=parse_slow_rank, metavar="RANK=FACTOR", help=f"A slow rank, as in 3=1.5; up to {MOST_RANKS} GPUs."
         ),
     ] = None,
     jitter: Annotated[
@@ -128,7 +128,7 @@ def predict(
     sweep: Annotated[
         Any,
         typer.Option(
-            parser=axes,
+            parser=parse_axes,
             metavar="tokens=1k..128k,gpus=2..16k",
             help="Predict a map over tokens per GPU and GPUs instead.",
         ),
@@ -139,17 +139,17 @@ def predict(
     csv: flags.Csv = None,
 ) -> None:
     """Predict time, exposed communication and memory of a ring of any size by simulating its real loops."""
-    check_targets(picture)
+    check_writable(picture)
     flags.check_needs(context, {"picture": "sweep", "documents_seed": "documents", "backward_tflops": "tflops"})
-    flags.check_apart(context, "tokens", "seqlen")
-    flags.check_apart(context, "kernels", "tflops")
-    for name in ONE_RING:
-        flags.check_apart(context, "sweep", name)
+    flags.check_exclusive(context, "tokens", "seqlen")
+    flags.check_exclusive(context, "kernels", "tflops")
+    for name in ONE_RING_FLAGS:
+        flags.check_exclusive(context, "sweep", name)
     from ...ring import Layout
-    from ..common.attention import AttentionConfig, boundaries_of
-    from .call import Call
-    from .inputs import Inputs, above_zero, speed_of
-    from .links import Links, link_of
+    from ..common.attention import AttentionConfig, document_boundaries
+    from .inputs import PredictionInputs, check_above_zero, resolve_speed
+    from .links import ClusterLinks, parse_link
+    from .predicted_call import PredictedCall
     from .program import PASSES
     from .speed import Perturbation
 
@@ -169,18 +169,18 @@ def predict(
             raise ValueError(
                 f"{'gpus of sweep' if sweep else 'world'} is {max_gpus:,}: it must be at most {MOST_GPUS:,} GPUs"
             )
-        above_zero("GB", memory=memory_gb)
+        check_above_zero("GB", memory=memory_gb)
         if seqlen is not None and seqlen % world:
             fits = max(seqlen // world, 1) * world
             raise ValueError(f"seqlen is {seqlen:,}: it must be a multiple of the {world:,} ranks, such as {fits:,}")
         tokens = tokens or (seqlen or TOKENS * world) // world
-        boundaries = boundaries_of(tokens * world, cu_seqlens, documents, documents_seed)
+        boundaries = document_boundaries(tokens * world, cu_seqlens, documents, documents_seed)
         config = AttentionConfig(
             tokens * world, batch=batch, causal=causal, window=window or (-1, -1), prefix_length=prefix_length,
             cu_seqlens=None if boundaries is None else tuple(boundaries), block_mask=block_mask, layout="contiguous",
         )  # fmt: skip
-        call = Call(
-            tokens, world, held, config.mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype,
+        call = PredictedCall(
+            tokens, world, held, config.mask, heads, flags.resolve_kv_heads(heads, kv_heads), head_dim, batch, dtype,
             nodes, chunks=chunks, slots=slots, wire_dtype=wire_dtype, grad_wire_dtype=grad_wire_dtype,
         )  # fmt: skip
         if max_gpus <= call.per_node and (link_between is not None or nics is not None):
@@ -189,34 +189,34 @@ def predict(
             raise ValueError(f"nics is {nics}: it must be at most {call.per_node}, one per GPU of a node")
         if call.per_node == 1 and link is not None and not sweep:
             raise ValueError("link connects GPUs of a node, but each node has one GPU: use --link-between")
-        speed, measured = speed_of(call, gpu, tflops, backward_tflops, kernels)
-        between = link_of(link_between or BETWEEN, "link-between")
+        speed, measured = resolve_speed(call, gpu, tflops, backward_tflops, kernels)
+        between = parse_link(link_between or DEFAULT_NODE_LINK, "link-between")
         if link_between is None:
             between = replace(between, source=f"assumed: {between.source}; --link-between")
-        links = Links(link_of(link or speed.link), between, nics)
+        links = ClusterLinks(parse_link(link or speed.link), between, nics)
         phases = PASSES[:1] if passes is PassName.forward else PASSES
-        inputs = Inputs(speed, links, Perturbation(dict(slow or []), jitter), phases, measured)
+        inputs = PredictionInputs(speed, links, Perturbation(dict(slow or []), jitter), phases, measured)
         capacity = speed.capacity if memory_gb is None else memory_gb * 1e9
         if sweep:
             result, first = _map(call, inputs, sweep, capacity, picture)
         else:
-            result, first = _one(call, inputs, capacity, trace)
+            result, first = _one_call(call, inputs, capacity, trace)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if prints() and "-" not in (json, csv):
+    if is_printing_rank() and "-" not in (json, csv):
         typer.echo("\n".join([first, *_heading(call, inputs, is_map=bool(sweep)), ""]))
-    finish(result, json, csv)
+    finish_command(result, json, csv)
 
 
-def _one(call: Call, inputs: Inputs, capacity: float, trace: Path | None) -> tuple[Result, str]:
+def _one_call(call: PredictedCall, inputs: PredictionInputs, capacity: float, trace: Path | None) -> tuple[Result, str]:
     """Predict one call; return the result, with a row per method, and the summary line."""
-    from .alternatives import nics_of, ways
+    from .alternatives import nics_per_node, predict_alternatives
     from .crossover import check_memory
 
-    check_memory(call, capacity, backward=inputs.backward)
+    check_memory(call, capacity, backward=inputs.has_backward)
     if trace is not None:
         _write_trace(call, inputs, trace)
-    results = ways(call, inputs, capacity=capacity)
+    results = predict_alternatives(call, inputs, capacity=capacity)
     rows = [_row(way, call, inputs) for way in results]
     best = f"{results[0].name}: {rows[0]['ideal']:.0f}% of ideal"
     units = {"way": "", "ideal": "%", **{SHORT[phase]: "ms" for phase in inputs.phases}, "exposed": "ms",
@@ -224,18 +224,18 @@ def _one(call: Call, inputs: Inputs, capacity: float, trace: Path | None) -> tup
     if not inputs.perturbation.jitter:
         units.pop("spread")
     unfit = [f"{way.name}: {way.note}" for way in results if not way.passes]
-    notes = [*unfit, *_ranges(results, nics_of(call, inputs)), *_notes(call, inputs), f"best: {best}"]
+    notes = [*unfit, *_nic_ranges(results, nics_per_node(call, inputs)), *_notes(call, inputs), f"best: {best}"]
     return Result("predict", units, [*rows], notes=notes, provenance=_provenance(call, inputs)), best
 
 
-def _ranges(results: Sequence[Way], nics: int) -> list[str]:
+def _nic_ranges(results: Sequence[Alternative], nics: int) -> list[str]:
     """Return notes with the time range of flat rings: one NIC per transfer between nodes, or all NICs."""
     import numpy as np
 
     notes = []
     for way in results:
-        if way.spread:
-            fast = sum(float(np.mean(one.seconds)) for one in way.spread)
+        if way.multi_nic_passes:
+            fast = sum(float(np.mean(one.seconds)) for one in way.multi_nic_passes)
             notes += textwrap.wrap(
                 f"{way.name}: {1e3 * way.seconds:.4g} ms if a transfer between nodes uses one NIC (as in the table), "
                 f"{1e3 * fast:.4g} ms if it uses all {nics} NICs of a node",
@@ -244,26 +244,28 @@ def _ranges(results: Sequence[Way], nics: int) -> list[str]:
     return notes
 
 
-def _write_trace(call: Call, inputs: Inputs, trace: Path) -> None:
+def _write_trace(call: PredictedCall, inputs: PredictionInputs, trace: Path) -> None:
     """Write the timeline of every rank; raise ValueError for too many ranks or with jitter."""
     from ..timeline.events import as_chrome
-    from .ring import predicted
-    from .timelines import timeline
+    from .ring_time import predict_passes
+    from .timelines import predicted_timeline
 
     if call.world > MOST_RANKS:
         raise ValueError(f"trace draws every rank and takes at most {MOST_RANKS} GPUs, not {call.world}")
     if inputs.perturbation.jitter:
         raise ValueError("trace draws one run and jitter needs several: leave one of them out")
-    if prints():
-        passes = predicted(call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases, simulated=True)
-        write_json(trace, as_chrome(timeline(_title(call), passes, call)), indent=None)
+    if is_printing_rank():
+        passes = predict_passes(
+            call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases, simulated=True
+        )
+        write_json(trace, as_chrome(predicted_timeline(_title(call), passes, call)), indent=None)
 
 
-def _row(way: Way, call: Call, inputs: Inputs) -> dict[str, Any]:
+def _row(way: Alternative, call: PredictedCall, inputs: PredictionInputs) -> dict[str, Any]:
     """Return the table row of a method; it has no times if the method does not fit."""
     import numpy as np
 
-    from .ring import ideal_seconds
+    from .ring_time import ideal_seconds
     from .speed import BACKWARD_FLOPS, FORWARD_FLOPS
 
     row: dict[str, Any] = {"way": way.name, "memory": way.memory / 1e9, "note": way.note or None}
@@ -284,53 +286,55 @@ def _row(way: Way, call: Call, inputs: Inputs) -> dict[str, Any]:
     return row
 
 
-def _notes(call: Call, inputs: Inputs) -> list[str]:
-    from .crossover import straggling, tokens_needed
+def _notes(call: PredictedCall, inputs: PredictionInputs) -> list[str]:
+    from .crossover import straggler_seconds, tokens_needed
 
     notes = []
     if not call.is_plain or call.world == 1:
         notes = ["other methods need at least 2 GPUs, equal (zigzag: even) shards, and a full or causal mask"]
-    elif not inputs.perturbation.is_there:
+    elif not inputs.perturbation.is_active:
         needed = tokens_needed(call, inputs)
         tokens = "more than 4m" if needed is None else f"{needed:,}"
         notes = [f"tokens per GPU for 90% of ideal by the {call.name}: {tokens}"]
     if inputs.perturbation.slow:
-        even, slow, balanced = (1e3 * seconds for seconds in straggling(call, inputs))
+        even, slow, balanced = (1e3 * seconds for seconds in straggler_seconds(call, inputs))
         notes.append(f"slow GPUs: {even:.3f} ms without, {slow:.3f} ms with equal shards ({slow / even - 1:+.1%})")
         notes.append(f"slow GPUs with Layout.balanced: {balanced:.3f} ms ({balanced / even - 1:+.1%})")
     parts = ", ".join(
-        f"{name} {flags.human(nbytes, 'B')}" for name, nbytes in call.memory(backward=inputs.backward).items()
+        f"{name} {flags.human_count(nbytes, 'B')}" for name, nbytes in call.memory(backward=inputs.has_backward).items()
     )
     return [*notes, *textwrap.wrap(f"memory per GPU of the {call.name}: {parts}", COLUMNS)]
 
 
-def _map(call: Call, inputs: Inputs, axes: dict[str, list[int]], capacity: float, picture: Path) -> tuple[Result, str]:
+def _map(
+    call: PredictedCall, inputs: PredictionInputs, axes: dict[str, list[int]], capacity: float, picture: Path
+) -> tuple[Result, str]:
     """Predict the map: a row per number of GPUs, a column per number of tokens per GPU."""
-    from .crossover import ENOUGH, draw, sweep
+    from .crossover import ENOUGH_IDEAL, draw_map, sweep_percents
 
-    percents = sweep(call, inputs, axes["tokens"], axes["gpus"], capacity)
-    rows = [{"GPUs": flags.binary(world), **{flags.binary(length): value for length, value in column.items()}}
+    percents = sweep_percents(call, inputs, axes["tokens"], axes["gpus"], capacity)
+    rows = [{"GPUs": flags.size_text(world), **{flags.size_text(length): value for length, value in column.items()}}
             for world, column in percents.items()]  # fmt: skip
-    empty = [flags.binary(world) for world, column in percents.items() if None in column.values()]
+    empty = [flags.size_text(world) for world, column in percents.items() if None in column.values()]
     notes = [f"empty cells at {', '.join(empty)} GPUs: does not fit into {capacity / 1e9:.3g} GB"] if empty else []
     largest = percents[max(percents)]
-    enough = [tokens for tokens, value in largest.items() if value is not None and value >= 100 * ENOUGH]
-    length_text = f"{flags.binary(min(enough))} tokens per GPU" if enough else "at none of these lengths"
-    if prints():
-        draw(percents, "\n".join(_heading(call, inputs, is_map=True)), picture)
-    units = {"GPUs": "", **{flags.binary(length): "" for length in axes["tokens"]}}
+    enough = [tokens for tokens, value in largest.items() if value is not None and value >= 100 * ENOUGH_IDEAL]
+    length_text = f"{flags.size_text(min(enough))} tokens per GPU" if enough else "at none of these lengths"
+    if is_printing_rank():
+        draw_map(percents, "\n".join(_heading(call, inputs, is_map=True)), picture)
+    units = {"GPUs": "", **{flags.size_text(length): "" for length in axes["tokens"]}}
     notes.append(f"picture: {picture}")
     result = Result("predict sweep", units, [*rows], notes=notes, provenance=_provenance(call, inputs))
-    return result, f"90% of ideal on {flags.binary(max(percents))} GPUs: {length_text}"
+    return result, f"90% of ideal on {flags.size_text(max(percents))} GPUs: {length_text}"
 
 
-def _title(call: Call) -> str:
-    from ..common.attention import mask_title
+def _title(call: PredictedCall) -> str:
+    from ..common.attention import mask_label
 
-    return f"{call.layout}, {mask_title(call.mask)}, H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}"
+    return f"{call.layout}, {mask_label(call.mask)}, H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}"
 
 
-def _heading(call: Call, inputs: Inputs, *, is_map: bool) -> list[str]:
+def _heading(call: PredictedCall, inputs: PredictionInputs, *, is_map: bool) -> list[str]:
     """Return lines that describe the call, the links, the speed and the perturbation."""
     links, speed = inputs.links, inputs.speed
     problem, between = speed.name, ""
@@ -343,13 +347,13 @@ def _heading(call: Call, inputs: Inputs, *, is_map: bool) -> list[str]:
     lines = [
         f"{problem}, B{call.batch}, {_title(call)}, {' and '.join(inputs.phases)}",
         f"links: {links.inside.rate / 1e9:.0f} GB/s inside nodes ({links.inside.source}){between}",
-        f"speed: {'; '.join(inputs.measured)}" if inputs.measured else _guessed(speed),
+        f"speed: {'; '.join(inputs.measured_rows)}" if inputs.measured_rows else _speed_note(speed),
         str(inputs.perturbation),
     ]
     return [part for line in lines for part in textwrap.wrap(line, COLUMNS)]
 
 
-def _guessed(speed: Speed) -> str:
+def _speed_note(speed: Speed) -> str:
     """Return a note on a preset's speed; empty if flags give the speed."""
     if speed.peak is None:
         return ""
@@ -357,15 +361,15 @@ def _guessed(speed: Speed) -> str:
     return f"speed: {forward:.0f} TFLOP/s forward, {backward:.0f} backward (assumed); published peak {peak:.0f}"
 
 
-def _provenance(call: Call, inputs: Inputs) -> dict[str, Any]:
+def _provenance(call: PredictedCall, inputs: PredictionInputs) -> dict[str, Any]:
     from dataclasses import asdict
 
     from ..common.provenance import provenance
-    from .call import CPU
-    from .timelines import described
+    from .predicted_call import CPU
+    from .timelines import timeline_details
 
     return provenance(CPU) | {
-        "call": described(call) | {"tokens": call.tokens, "slots": call.slots, "chunks": call.chunks},
-        "speed": asdict(inputs.speed), "links": asdict(inputs.links), "measured": list(inputs.measured),
+        "call": timeline_details(call) | {"tokens": call.tokens, "slots": call.slots, "chunks": call.chunks},
+        "speed": asdict(inputs.speed), "links": asdict(inputs.links), "measured": list(inputs.measured_rows),
         "perturbation": str(inputs.perturbation),
     }  # fmt: skip

@@ -11,40 +11,40 @@ from typing import Any
 
 import numpy as np
 
-from ..common.flags import binary
-from .call import Call
-from .inputs import Inputs
-from .ring import ideal_seconds, predicted
+from ..common.flags import size_text
+from .inputs import PredictionInputs
+from .predicted_call import PredictedCall
+from .ring_time import ideal_seconds, predict_passes
 from .speed import Perturbation
 
-ENOUGH = 0.9  # share of ideal
-LEAST, MOST = 256, 1 << 22  # range of tokens per GPU to search
+ENOUGH_IDEAL = 0.9  # share of ideal
+MIN_TOKENS_PER_GPU, MAX_TOKENS_PER_GPU = 256, 1 << 22  # range of tokens per GPU to search
 OCTAVE = 8  # lengths per octave: the answer is exact within 9%
 
 
-def tokens_needed(call: Call, inputs: Inputs) -> int | None:
-    """Return the tokens per GPU from which a plain ring reaches 90% of ideal; None if more than ``MOST``."""
-    count = OCTAVE * int(math.log2(MOST / LEAST))
-    lengths = np.array([2.0 * round(LEAST * 2 ** (step / OCTAVE) / 2) for step in range(count + 1)])
-    enough = percent_of_ideal(call, inputs, lengths) >= 100 * ENOUGH
+def tokens_needed(call: PredictedCall, inputs: PredictionInputs) -> int | None:
+    """Return the tokens per GPU from which a plain ring reaches 90% of ideal; None if more than ``MAX_TOKENS_PER_GPU``."""
+    count = OCTAVE * int(math.log2(MAX_TOKENS_PER_GPU / MIN_TOKENS_PER_GPU))
+    lengths = np.array([2.0 * round(MIN_TOKENS_PER_GPU * 2 ** (step / OCTAVE) / 2) for step in range(count + 1)])
+    enough = percent_of_ideal(call, inputs, lengths) >= 100 * ENOUGH_IDEAL
     if not enough[-1]:
         return None
     return int(lengths[0] if enough.all() else lengths[int(np.flatnonzero(~enough)[-1]) + 1])
 
 
-def percent_of_ideal(call: Call, inputs: Inputs, tokens: Any) -> Any:
+def percent_of_ideal(call: PredictedCall, inputs: PredictionInputs, tokens: Any) -> Any:
     """Return the percent of ideal of a plain ring at each of many lengths."""
-    passes = predicted(call, inputs.speed, inputs.links, phases=inputs.phases, tokens=tokens)
+    passes = predict_passes(call, inputs.speed, inputs.links, phases=inputs.phases, tokens=tokens)
     ideal = sum(ideal_seconds(call, inputs.speed, phase, tokens) for phase in inputs.phases)
     return 100 * ideal / sum(item.seconds for item in passes)
 
 
-def straggling(call: Call, inputs: Inputs) -> tuple[float, float, float]:
+def straggler_seconds(call: PredictedCall, inputs: PredictionInputs) -> tuple[float, float, float]:
     """Return mean seconds of all passes: without slow GPUs, with equal shards, and with ``Layout.balanced``."""
     slow = inputs.perturbation
 
-    def step(variant: Call, perturbation: Perturbation) -> float:
-        passes = predicted(variant, inputs.speed, inputs.links, perturbation, phases=inputs.phases)
+    def step(variant: PredictedCall, perturbation: Perturbation) -> float:
+        passes = predict_passes(variant, inputs.speed, inputs.links, perturbation, phases=inputs.phases)
         return sum(float(np.mean(each.seconds)) for each in passes)
 
     speeds = tuple(float(Fraction(1) / Fraction(slow.slow.get(rank, 1.0))) for rank in range(call.world))
@@ -52,7 +52,7 @@ def straggling(call: Call, inputs: Inputs) -> tuple[float, float, float]:
     return step(call, Perturbation(jitter=slow.jitter)), step(call, slow), step(balanced, slow)
 
 
-def check_memory(call: Call, capacity: float, *, backward: bool = True) -> None:
+def check_memory(call: PredictedCall, capacity: float, *, backward: bool = True) -> None:
     """Raise ValueError if the call does not fit into memory, with the number of tokens that does."""
     needed = sum(call.memory(backward=backward).values())
     if needed > capacity:
@@ -62,8 +62,12 @@ def check_memory(call: Call, capacity: float, *, backward: bool = True) -> None:
         )
 
 
-def sweep(
-    call: Call, inputs: Inputs, tokens: Sequence[int], gpus: Sequence[int], capacity: float = math.inf
+def sweep_percents(
+    call: PredictedCall,
+    inputs: PredictionInputs,
+    tokens: Sequence[int],
+    gpus: Sequence[int],
+    capacity: float = math.inf,
 ) -> dict[int, dict[int, float | None]]:
     """Predict the percent of ideal, ``[gpus][tokens]``; None if a point does not fit into memory.
 
@@ -81,8 +85,8 @@ def sweep(
         )
     percents: dict[int, dict[int, float | None]] = {}
 
-    def fits(variant: Call) -> bool:
-        return sum(variant.memory(backward=inputs.backward).values()) <= capacity
+    def fits(variant: PredictedCall) -> bool:
+        return sum(variant.memory(backward=inputs.has_backward).values()) <= capacity
 
     for world in gpus:
         ring = replace(call, world=world, nodes=max(1, world // call.per_node))
@@ -92,29 +96,29 @@ def sweep(
             values = percent_of_ideal(ring, inputs, np.array(fitting, float))
             percents[world] |= dict(zip(fitting, map(float, values), strict=True))
     if all(value is None for column in percents.values() for value in column.values()):
-        check_memory(replace(call, tokens=min(tokens)), capacity, backward=inputs.backward)
+        check_memory(replace(call, tokens=min(tokens)), capacity, backward=inputs.has_backward)
     return percents
 
 
-def draw(percents: dict[int, dict[int, float | None]], title: str, target: Path) -> None:
+def draw_map(percents: dict[int, dict[int, float | None]], title: str, target: Path) -> None:
     """Draw the map to a PNG or SVG file."""
     from matplotlib import colormaps  # only needed here
     from matplotlib.figure import Figure
 
-    from ..common.theme import LIGHT, themed, write_figure
+    from ..common.theme import LIGHT, use_theme, write_figure
 
     tokens = [*next(iter(percents.values()))]
     columns = [[math.nan if value is None else value for value in column.values()] for column in percents.values()]
     grid = [*zip(*columns, strict=True)]
 
-    with themed():
+    with use_theme():
         figure = Figure(figsize=(max(6.0, 1.6 + 0.62 * len(percents)), 2.0 + 0.42 * len(tokens)), layout="constrained")
         axes = figure.subplots()
         axes.set_facecolor(LIGHT.track)  # colour of empty cells
         image = axes.pcolormesh(grid, cmap=colormaps["viridis"], vmin=0, vmax=100)
         middles = [[0.5 + place for place in range(count)] for count in (len(percents), len(tokens))]
-        axes.set_xticks(middles[0], [binary(world) for world in percents])
-        axes.set_yticks(middles[1], [binary(length) for length in tokens])
+        axes.set_xticks(middles[0], [size_text(world) for world in percents])
+        axes.set_yticks(middles[1], [size_text(length) for length in tokens])
         axes.set_xlabel("GPUs")
         axes.set_ylabel("tokens per GPU")
         axes.set_title(title, fontsize=9, loc="left")

@@ -10,35 +10,35 @@ from typing import Any
 
 from ...kernels.gpu import find_model
 from ...ring.schedule.mask import Mask
-from ..common.result import read
-from .call import Call
-from .links import Links, positive
+from ..common.result import read_result
+from .links import ClusterLinks, positive_number
+from .predicted_call import PredictedCall
 from .program import PASSES
-from .speed import CONSTANTS_OF, GPUS, NONE, Perturbation, Speed, gpu_speed
+from .speed import GPUS, MODELLED_DTYPES, NO_PERTURBATION, Perturbation, Speed, gpu_speed
 
 SPEED_TOKENS = 16384  # length to which --tflops refers
 OURS, FORWARD, BACKWARD = "ringattn", "forward", "backward"
 
 
 @dataclass(frozen=True)
-class Inputs:
+class PredictionInputs:
     """Inputs of a prediction besides the call."""
 
     speed: Speed
-    links: Links
-    perturbation: Perturbation = NONE
+    links: ClusterLinks
+    perturbation: Perturbation = NO_PERTURBATION
     phases: Sequence[str] = PASSES
-    measured: tuple[str, ...] = ()
+    measured_rows: tuple[str, ...] = ()
     """Description of the measured rows, line by line."""
 
     @property
-    def backward(self) -> bool:
+    def has_backward(self) -> bool:
         """True if a backward is predicted."""
         return len(self.phases) > 1
 
 
-def speed_of(
-    call: Call, gpu: str | None, forward: float | None, backward: float | None, kernels: Path | None
+def resolve_speed(
+    call: PredictedCall, gpu: str | None, forward: float | None, backward: float | None, kernels: Path | None
 ) -> tuple[Speed, tuple[str, ...]]:
     """Return a GPU's speed from a preset, TFLOP/s or measured rows, and a description of these rows.
 
@@ -51,26 +51,26 @@ def speed_of(
     gpu = gpu and gpu.lower()
     if gpu is not None and gpu not in GPUS:
         raise ValueError(f"gpu is {gpu!r}: it must be one of {', '.join(GPUS)}; for another GPU set --tflops")
-    above_zero("TFLOP/s", tflops=forward, backward_tflops=backward)
+    check_above_zero("TFLOP/s", tflops=forward, backward_tflops=backward)
     if kernels is not None:
-        return measured(kernels, call, gpu)
+        return speed_from_file(kernels, call, gpu)
     base = gpu_speed(gpu or "h100")
     if forward is not None:
         alone = replace(call, tokens=SPEED_TOKENS, world=1, nodes=1, chunks=1, mask=Mask(causal=call.mask.causal))
-        return base.fitted((forward * 1e12, alone), None if backward is None else (backward * 1e12, alone)), ()
-    if call.dtype not in CONSTANTS_OF:
+        return base.fit_speeds((forward * 1e12, alone), None if backward is None else (backward * 1e12, alone)), ()
+    if call.dtype not in MODELLED_DTYPES:
         raise ValueError(
-            f"dtype is {call.dtype}: the GPU presets cover {' and '.join(CONSTANTS_OF)}; set --tflops or "
+            f"dtype is {call.dtype}: the GPU presets cover {' and '.join(MODELLED_DTYPES)}; set --tflops or "
             "--kernels for this dtype"
         )
     return base, ()
 
 
-def measured(path: Path, call: Call, gpu: str | None) -> tuple[Speed, tuple[str, ...]]:
+def speed_from_file(path: Path, call: PredictedCall, gpu: str | None) -> tuple[Speed, tuple[str, ...]]:
     """Fit the speed to the rows of ``bench kernels`` nearest to a call; also describe these rows."""
-    result = read(path)
-    base = _base(result.provenance.get("gpu"), gpu, str(path))
-    rows = [(row, _launch(row, f"{path}: rows[{n}]")) for n, row in enumerate(result.rows) if _is_ours(row)]
+    result = read_result(path)
+    base = _base_speed(result.provenance.get("gpu"), gpu, str(path))
+    rows = [(row, _measured_launch(row, f"{path}: rows[{n}]")) for n, row in enumerate(result.rows) if _is_ours(row)]
     chosen = []
     for phase in PASSES:
         launches = [launch for row, launch in rows if row["pass"] == phase and launch[1].dtype == call.dtype]
@@ -83,21 +83,21 @@ def measured(path: Path, call: Call, gpu: str | None) -> tuple[Speed, tuple[str,
                 f"`ringattn bench kernels --dtype {call.dtype} --json FILE` measures it"
             )
     try:
-        speed = base.fitted(*chosen)
+        speed = base.fit_speeds(*chosen)
     except (ValueError, ArithmeticError) as error:
         raise ValueError(f"{path}: {error}") from None
-    lines = (_words(phase, *launch) for phase, launch in zip(PASSES, chosen, strict=False))
+    lines = (_row_text(phase, *launch) for phase, launch in zip(PASSES, chosen, strict=False))
     return speed, (f"{path}, {base.name}", *lines)
 
 
-def _base(about: object, gpu: str | None, where: str) -> Speed:
+def _base_speed(about: object, gpu: str | None, where: str) -> Speed:
     """Return the preset of ``gpu``, of the file's GPU, or of an H100, with the file's multiprocessors and memory."""
     if not isinstance(about, dict) or not isinstance(name := about.get("name"), str):
         raise ValueError(f"{where} was not measured on a GPU: run `ringattn bench kernels` on a GPU")
     model = gpu or find_model(name)
     base = gpu_speed(model if model in GPUS else "h100")
     where = f"{where}: provenance.gpu"
-    multiprocessors, capacity = (positive(about, name, where) for name in ("multiprocessors", "memory_gib"))
+    multiprocessors, capacity = (positive_number(about, name, where) for name in ("multiprocessors", "memory_gib"))
     return replace(base, name=name, multiprocessors=int(multiprocessors), capacity=capacity * 2**30)
 
 
@@ -107,20 +107,20 @@ def _is_ours(row: Mapping[str, Any]) -> bool:
     return row.get("pass") in PASSES and row.get("by") == OURS and square and row.get("rate") is not None
 
 
-def _launch(row: Mapping[str, Any], where: str) -> tuple[float, Call]:
+def _measured_launch(row: Mapping[str, Any], where: str) -> tuple[float, PredictedCall]:
     """Return FLOP/s on the visible pairs and the call of a row; raise ValueError for a damaged row."""
     try:
         heads, kv_heads = map(int, row["heads"].split("/"))
-        call = Call(
+        call = PredictedCall(
             int(row["seqlen"]), 1, mask=Mask(causal=row["mask"] == "causal"), heads=heads, kv_heads=kv_heads,
             head_dim=int(row["head_dim"]), dtype=row["dtype"],
         )  # fmt: skip
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{where} is not a row of `bench kernels`: {error}") from None
-    return positive(row, "rate", where) * 1e12, call
+    return positive_number(row, "rate", where) * 1e12, call
 
 
-def _distance(measured: Call, call: Call) -> tuple[float, ...]:
+def _distance(measured: PredictedCall, call: PredictedCall) -> tuple[float, ...]:
     """Return how much a measured call differs from a call's hop: by head dim, mask, length and heads."""
     return (
         abs(math.log2(measured.head_dim / call.head_dim)), measured.mask.causal != call.mask.causal,
@@ -128,7 +128,7 @@ def _distance(measured: Call, call: Call) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def _words(phase: str, flops: float, call: Call) -> str:
+def _row_text(phase: str, flops: float, call: PredictedCall) -> str:
     mask = "causal" if call.mask.causal else "full"
     return (
         f"{phase} {flops / 1e12:.4g} TFLOP/s of {call.dtype} D{call.head_dim} {mask}, {call.tokens:,} tokens, "
@@ -136,7 +136,7 @@ def _words(phase: str, flops: float, call: Call) -> str:
     )
 
 
-def above_zero(unit: str, **given: float | None) -> None:
+def check_above_zero(unit: str, **given: float | None) -> None:
     """Raise ValueError for a flag that is not a finite number above 0."""
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:

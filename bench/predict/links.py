@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 GIGA, MICRO = 1e9, 1e-6
-MOST = 1e30  # limit for a measured number
+MAX_LINK_NUMBER = 1e30  # limit for a measured number
 NCCL_SHARE = 220 / 450  # share of NVLink's nominal speed that NCCL's send/recv reach (180 to 260 of 450)
 COLLECTIVE_SHARE = 0.78  # the same for collectives; nccl-tests: 230 to 235 of 300, 350 to 360 of 450
 LOCAL = "local"  # transport of virtual ranks on one device
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """Speed of one direction of a link; both directions carry data at once."""
 
     rate: float
@@ -42,66 +42,66 @@ class Link:
         return self.latency + nbytes / self.rate
 
     @property
-    def of_collectives(self) -> Link:
+    def collective_link(self) -> LinkSpeed:
         """The same link at the speed of all-gathers and all-to-alls."""
         return replace(self, rate=self.collective or self.rate)
 
 
-def _nvlink(nominal: float, about: str) -> Link:
+def _nvlink(nominal: float, about: str) -> LinkSpeed:
     share = f"{about}; NCCL's share of it"
-    return Link(NCCL_SHARE * nominal, 10e-6, share, COLLECTIVE_SHARE * nominal)
+    return LinkSpeed(NCCL_SHARE * nominal, 10e-6, share, COLLECTIVE_SHARE * nominal)
 
 
 PRESETS = {
     "nvlink4": _nvlink(450e9, "450 GB/s nominal"),
-    "nvlink4-copy": Link(380e9, 10e-6, "450 GB/s nominal; copy engine 380"),
+    "nvlink4-copy": LinkSpeed(380e9, 10e-6, "450 GB/s nominal; copy engine 380"),
     "nvlink4-h800": _nvlink(200e9, "400 GB/s both ways, 200 nominal per direction"),
     "nvlink5": _nvlink(900e9, "900 GB/s nominal"),
     "nvlink3": _nvlink(300e9, "600 GB/s both ways, 300 nominal per direction"),
     "nvlink3-a800": _nvlink(200e9, "400 GB/s both ways, 200 nominal per direction"),
-    "ib400": Link(47e9, 20e-6, "400G InfiniBand, 50 GB/s nominal; 46 to 48"),
-    "ib200": Link(23e9, 20e-6, "200G InfiniBand, 25 GB/s nominal; 22 to 24"),
-    "pcie5": Link(52e9, 15e-6, "PCIe 5 x16, 64 GB/s nominal; 50 to 55"),
-    "pcie4": Link(25e9, 15e-6, "PCIe 4 x16, 32 GB/s nominal; 24 to 26"),
+    "ib400": LinkSpeed(47e9, 20e-6, "400G InfiniBand, 50 GB/s nominal; 46 to 48"),
+    "ib200": LinkSpeed(23e9, 20e-6, "200G InfiniBand, 25 GB/s nominal; 22 to 24"),
+    "pcie5": LinkSpeed(52e9, 15e-6, "PCIe 5 x16, 64 GB/s nominal; 50 to 55"),
+    "pcie4": LinkSpeed(25e9, 15e-6, "PCIe 4 x16, 32 GB/s nominal; 24 to 26"),
 }
 """Rates per direction; latencies are guesses of the order of magnitude."""
 
 
 @dataclass(frozen=True)
-class Links:
+class ClusterLinks:
     """Links between ranks of one node and between nodes."""
 
-    inside: Link
-    between: Link
+    inside: LinkSpeed
+    between: LinkSpeed
     """Link over one NIC."""
     nics: float | None = None
     """NICs per node; None means one per GPU."""
 
-    def far(self, senders: int) -> Link:
+    def far(self, senders: int) -> LinkSpeed:
         """Return the link between nodes for each of ``senders`` GPUs of a node that send at the same time."""
         share = 1.0 if self.nics is None else min(1.0, self.nics / senders)
         return replace(self.between, rate=share * self.between.rate)
 
-    def spread(self, nics: int) -> Links:
+    def spread(self, nics: int) -> ClusterLinks:
         """Return the links if a transfer between nodes is split over ``nics`` NICs."""
         return replace(self, between=replace(self.between, rate=min(nics * self.between.rate, self.inside.rate)))
 
-    def beside(self, rings: int) -> Links:
+    def beside(self, rings: int) -> ClusterLinks:
         """Return the links of one of ``rings`` rings that run side by side in every node."""
         return self if self.nics is None else replace(self, nics=self.nics / rings)
 
 
-def link_of(text: str, flag: str = "link") -> Link:
+def parse_link(text: str, flag: str = "link") -> LinkSpeed:
     """Return the link of a preset, of ``200`` or ``200,10us`` (GB/s, latency), or of a file of ``bench links``."""
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
     if os.path.lexists(text):
-        from ..common.result import read
+        from ..common.result import read_result
 
-        return measured(read(Path(text)).rows, text)
+        return fit_link(read_result(Path(text)).rows, text)
     rate, comma, latency = text.partition(",")
     try:
-        return Link(float(rate) * GIGA, float(latency.removesuffix("us")) * MICRO if comma else 0.0)
+        return LinkSpeed(float(rate) * GIGA, float(latency.removesuffix("us")) * MICRO if comma else 0.0)
     except ValueError:
         raise ValueError(
             f"{flag} is {text!r}: it takes one of {', '.join(PRESETS)}, GB/s and latency such as 200,10us, or a "
@@ -109,7 +109,7 @@ def link_of(text: str, flag: str = "link") -> Link:
         ) from None
 
 
-def measured(rows: Sequence[Mapping[str, Any]], source: str) -> Link:
+def fit_link(rows: Sequence[Mapping[str, Any]], source: str) -> LinkSpeed:
     """Fit rate and latency of the slowest edge to the rows of ``bench links``, by least squares of seconds over bytes.
 
     The fastest transport counts, without the one between virtual ranks. Rows with one active edge count only if there
@@ -123,7 +123,7 @@ def measured(rows: Sequence[Mapping[str, Any]], source: str) -> Link:
             continue
         if row.get("way") in by_way:
             where = f"{source}: rows[{place}]"
-            nbytes, seconds = positive(row, "size", where), MICRO * positive(row, "time", where)
+            nbytes, seconds = positive_number(row, "size", where), MICRO * positive_number(row, "time", where)
             slowest = by_way[row["way"]].setdefault(transport, {})
             slowest[nbytes] = max(seconds, slowest.get(nbytes, 0.0))
     points = by_way["ring"] or by_way["one way"]
@@ -134,21 +134,25 @@ def measured(rows: Sequence[Mapping[str, Any]], source: str) -> Link:
     return max((_fit(slowest, f"{source}, {name}") for name, slowest in points.items()), key=lambda link: link.rate)
 
 
-def positive(row: Mapping[str, Any], name: str, where: str) -> float:
+def positive_number(row: Mapping[str, Any], name: str, where: str) -> float:
     """Return a number of a row; raise ValueError if it is not above 0 or too large to compute with."""
     value = row.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / MOST < value < MOST:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 1 / MAX_LINK_NUMBER < value < MAX_LINK_NUMBER
+    ):
         raise ValueError(f"{where}: {name} is {value!r:.80}: it must be a number above 0")
     return value
 
 
-def _fit(slowest: Mapping[float, float], source: str) -> Link:
+def _fit(slowest: Mapping[float, float], source: str) -> LinkSpeed:
     """Fit a line through the slowest edge's points by relative error; raise ValueError if it does not rise."""
     sizes, seconds = np.array(list(slowest)), np.array(list(slowest.values()))
     if len(slowest) == 1:
-        return Link(float(sizes[0] / seconds[0]), 0.0, source)
+        return LinkSpeed(float(sizes[0] / seconds[0]), 0.0, source)
     # Weights of 1 / seconds let small messages determine the latency and large messages the rate.
     slope, latency = np.polyfit(sizes, seconds, 1, w=1 / seconds)
     if not slope > 0:
         raise ValueError(f"{source}: {sizes.max():,.0f} bytes take no longer than fewer bytes, so the rate is unknown")
-    return Link(float(1 / slope), max(float(latency), 0.0), source)
+    return LinkSpeed(float(1 / slope), max(float(latency), 0.0), source)

@@ -1,6 +1,6 @@
 """Records the operations of one rank in a call by running the ring's real loops on tensors without memory.
 
-:func:`record` passes :mod:`ringattn.ring.loop` a transport that moves no data and backends that compute nothing. Their
+:func:`record_program` passes :mod:`ringattn.ring.loop` a transport that moves no data and backends that compute nothing. Their
 calls and dependencies are the program. This module knows nothing about rings.
 """
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from ...comm import Fence, Message, Slots
 from ...kernels import FULL, PLAIN, Bounds, Scores
 from ...ring import loop
-from ...ring.buffers import Key, Kind, RingCall, Tensors, chunks_of
+from ...ring.buffers import PostKey, RingCall, Tensors, TransferKind, split_heads
 from ...ring.schedule.plan import Plan
 from ...ring.schedule.schedule import Hop
-from ...ring.wire import Wire, grad_wire_of, wire_of
+from ...ring.wire import Wire, resolve_grad_wire, resolve_wire
 from ..common.attention import DTYPES
-from .call import Call
+from .predicted_call import PredictedCall
 from .speed import ADD, DECODE, DKDV, DQ, ENCODE, FOLD, POINT
 
 META = torch.device("meta")
@@ -30,11 +30,11 @@ COMPUTE, INSIDE, BETWEEN = 0, 1, 2
 """Streams of a rank: kernels, and the transfers of each level of the ring."""
 PASSES = ("forward", "backward")
 TRANSFERS = {
-    Kind.RAIL: "K/V by rail",
-    Kind.KV: "K/V",
-    Kind.DKV: "dK/dV accumulators",
-    Kind.PREFETCH: "K/V",
-    Kind.RETURN: "a node's accumulators",
+    TransferKind.RAIL: "K/V by rail",
+    TransferKind.KV: "K/V",
+    TransferKind.DKV: "dK/dV accumulators",
+    TransferKind.PREFETCH: "K/V",
+    TransferKind.RETURN: "a node's accumulators",
 }
 
 
@@ -50,7 +50,7 @@ class Op:
     """Indices of earlier operations of the program."""
     part: int = 0
     """Part of the hop's mask that a launch computes."""
-    key: Key | None = None
+    key: PostKey | None = None
     sends: tuple[tuple[int, int], ...] = ()
     """(peer, bytes) of a group, one entry per peer."""
     receives: tuple[tuple[int, int], ...] = ()
@@ -65,7 +65,9 @@ class Program:
     ops: tuple[Op, ...]
 
 
-def record(call: Call, plan: Plan, phase: str, *, tokens: int | None = None, on_host: bool = False) -> Program:
+def record_program(
+    call: PredictedCall, plan: Plan, phase: str, *, tokens: int | None = None, on_host: bool = False
+) -> Program:
     """Record the program of a plan's rank in a pass, ``forward`` or ``backward``.
 
     ``tokens`` are those of this rank, if shards are not equal. With ``on_host`` the host computes: it posts nothing
@@ -88,7 +90,7 @@ def record(call: Call, plan: Plan, phase: str, *, tokens: int | None = None, on_
 
 
 @dataclass(frozen=True)
-class _Over:
+class _OpEnd:
     """Fence for the end of an operation; None is before the first launch."""
 
     recorder: _Recorder
@@ -104,7 +106,7 @@ class _Over:
 
 @dataclass
 class _Recorder:
-    call: Call
+    call: PredictedCall
     on_host: bool
     ops: list[Op] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)  # operations that the next launch waits for
@@ -114,7 +116,7 @@ class _Recorder:
 
     def loop_call(self, plan: Plan, phase: str) -> RingCall:
         call = self.call
-        wires = wire_of(call.wire_dtype, DTYPES[call.dtype]), grad_wire_of(call.grad_wire_dtype)
+        wires = resolve_wire(call.wire_dtype, DTYPES[call.dtype]), resolve_grad_wire(call.grad_wire_dtype)
         wire, grad_wire = (cast(Any, w and _RecordedWire(w, self)) for w in wires)
         transports: Any = (_Transport(self, INSIDE), _Transport(self, BETWEEN))
         return RingCall(
@@ -123,12 +125,12 @@ class _Recorder:
             transports=transports,
             kv_slots=_Slots((plan.kv_slots + (wire is not None)) * call.chunks, META),
             dkv_slots=_Slots(plan.dkv_slots * call.chunks, META),
-            span=self.span,
-            chunks=chunks_of(call.chunks, call.heads, call.kv_heads),
+            record_span=self.span,
+            chunks=split_heads(call.chunks, call.heads, call.kv_heads),
             prefetch=call.prefetch,
             wire=wire,
             grad_wire=grad_wire,
-            posted=self.posted,
+            on_post=self.posted,
         )
 
     @contextmanager
@@ -147,17 +149,19 @@ class _Recorder:
             self.launch(POINT, 0)
         return self.last
 
-    def post(self, stream: int, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence]) -> _Over:
-        before = {fence.op for fence in after if isinstance(fence, _Over) and fence.op is not None}
+    def post(
+        self, stream: int, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence]
+    ) -> _OpEnd:
+        before = {fence.op for fence in after if isinstance(fence, _OpEnd) and fence.op is not None}
         if self.on_host and (reached := self.point()) is not None:
             before.add(reached)
         moved = (_by_peer(messages) for messages in (sends, receives))
         # `posted` fills in the contents next
         self.ops.append(Op(stream, "", self.hop, 0, tuple(sorted(before)), 0, None, *moved))
-        return _Over(self, len(self.ops) - 1)
+        return _OpEnd(self, len(self.ops) - 1)
 
     def posted(self, key: object, fence: Fence, after: object, sent: object, received: object) -> None:
-        assert isinstance(fence, _Over) and isinstance(key, Key) and fence.op is not None
+        assert isinstance(fence, _OpEnd) and isinstance(key, PostKey) and fence.op is not None
         op = self.ops[fence.op]
         self.ops[fence.op] = replace(op, what=TRANSFERS[key.kind], hop=key.hop, chunk=key.chunk, key=key)
 
@@ -177,7 +181,7 @@ class _Transport:
     stream: int
 
     def mark(self) -> Fence:
-        return _Over(self.recorder, self.recorder.point())
+        return _OpEnd(self.recorder, self.recorder.point())
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence]) -> Fence:
         return self.recorder.post(self.stream, sends, receives, after)

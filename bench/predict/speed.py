@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:  # imports torch, which would slow --help
-    from .call import Call
+    from .predicted_call import PredictedCall
 
 FOLD, DQ, DKDV, ADD, ENCODE, DECODE, POINT = "fold", "dQ", "dK/dV", "add dK/dV", "encode", "decode", "point"
 BACKWARD_FLOPS = 5 / 2  # matrix products of a backward per product of a forward
 TILE_ROWS = 128  # query rows of one program, in every kernel modelled here
-TAIL = 0.5  # share of a wave that is idle at the end; between 0 and 1, depending on the number of programs
+IDLE_WAVE_SHARE = 0.5  # share of a wave that is idle at the end; between 0 and 1, depending on the number of programs
 FORWARD_FLOPS = 4  # per pair and element of the head: two products
 DQ_SHARE, DKDV_SHARE = 3 / 7, 4 / 7  # shares of the backward's two kernels, which both recompute the scores
 STATE_BYTES = 4 + 4  # read and write fp32 out or dQ, per row and element of the head
 DKV_BYTES = 2 * (4 + 4)  # read and write fp32 dK and dV, per key and element of the head
-CONSTANTS_OF = ("float16", "bfloat16")
+MODELLED_DTYPES = ("float16", "bfloat16")
 """Dtypes that the presets cover, equally fast. float32 needs several products for one."""
 Seconds = Any
 """A float, or an array with one element per case."""
@@ -39,7 +39,7 @@ class Area(NamedTuple):
     """Rows in tiles whose rows have different bounds; these tiles are masked."""
 
 
-def whole(tokens: Any, *, causal: bool) -> Area:
+def full_area(tokens: Any, *, causal: bool) -> Area:
     """Return the area of all tokens on one device."""
     if causal:
         return Area(tokens * (tokens + 1) / 2, tokens, tokens, tokens, tokens)
@@ -78,42 +78,44 @@ class Speed:
     peak: float | None = None
     """Published dense 16-bit FLOP/s; None if the speeds come from a file or flags."""
 
-    def products(self, area: Area, call: Call, *, backward: bool = False) -> Seconds:
+    def product_seconds(self, area: Area, call: PredictedCall, *, backward: bool = False) -> Seconds:
         """Return the seconds of one launch's matrix products; for a backward, of both kernels together."""
         heads, wave = call.batch * call.heads / call.chunks, self.multiprocessors * TILE_ROWS
         operations = heads * (area.pairs + self.edge * area.edges)
-        work = np.maximum(operations + TAIL * wave * area.longest, wave * area.longest)
+        work = np.maximum(operations + IDLE_WAVE_SHARE * wave * area.longest, wave * area.longest)
         flops = FORWARD_FLOPS * call.head_dim * work
         return flops * BACKWARD_FLOPS / self.backward if backward else flops / self.forward
 
-    def moved(self, nbytes: Any) -> Seconds:
+    def memory_seconds(self, nbytes: Any) -> Seconds:
         """Return the seconds to read or write ``nbytes``."""
         return nbytes / (self.memory * self.passes)
 
-    def seconds(self, what: str, area: Area, call: Call, *, hop: int) -> Seconds:
+    def seconds(self, what: str, area: Area, call: PredictedCall, *, hop: int) -> Seconds:
         """Return the seconds of one launch of our kernels."""
         heads, kv_heads = (call.batch * count / call.chunks * call.head_dim for count in (call.heads, call.kv_heads))
         if what == POINT:
             return 0.0
         if what == ADD:
-            return self.moved(DKV_BYTES * area.keys * kv_heads)
+            return self.memory_seconds(DKV_BYTES * area.keys * kv_heads)
         if what in (ENCODE, DECODE):
-            return self.launch + self.moved(2 * call.itemsize * area.keys * kv_heads)
+            return self.launch + self.memory_seconds(2 * call.itemsize * area.keys * kv_heads)
         if what == FOLD:
             state = STATE_BYTES * area.rows * heads if hop else 0.0
-            return self.launch + self.products(area, call) + self.moved(state)
+            return self.launch + self.product_seconds(area, call) + self.memory_seconds(state)
         state = STATE_BYTES * area.rows * heads if what == DQ else DKV_BYTES * area.keys * kv_heads
         share = {DQ: DQ_SHARE, DKDV: DKDV_SHARE}[what]
-        return self.launch + share * self.products(area, call, backward=True) + self.moved(state)
+        return self.launch + share * self.product_seconds(area, call, backward=True) + self.memory_seconds(state)
 
-    def fitted(self, forward: tuple[float, Call], backward: tuple[float, Call] | None = None) -> Speed:
+    def fit_speeds(
+        self, forward: tuple[float, PredictedCall], backward: tuple[float, PredictedCall] | None = None
+    ) -> Speed:
         """Return this GPU with speeds at which whole calls reach given FLOP/s of visible pairs.
 
         The backward counts as 2.5 forwards; None keeps the ratio to the forward. Raise ValueError if a call would take
         less time than a launch.
         """
 
-        def speed(rate: float, call: Call, before: float, *, is_backward: bool) -> float:
+        def speed(rate: float, call: PredictedCall, before: float, *, is_backward: bool) -> float:
             (area,) = call.areas()
             pairs = FORWARD_FLOPS * call.head_dim * call.batch * call.heads * area.pairs
             wanted = pairs * (BACKWARD_FLOPS if is_backward else 1) / rate - self.launch
@@ -121,7 +123,7 @@ class Speed:
                 raise ValueError(
                     f"{rate:.3g} FLOP/s is too fast for this call: it would take less time than the launch itself"
                 )
-            return float(before * self.products(area, call, backward=is_backward) / wanted)
+            return float(before * self.product_seconds(area, call, backward=is_backward) / wanted)
 
         forward_speed = speed(*forward, self.forward, is_backward=False)
         if backward is None:
@@ -199,7 +201,7 @@ class Perturbation:
                 )
 
     @property
-    def is_there(self) -> bool:
+    def is_active(self) -> bool:
         return bool(self.slow) or self.jitter > 0
 
     def __str__(self) -> str:
@@ -211,10 +213,10 @@ class Perturbation:
         unknown = [rank for rank in self.slow if not 0 <= rank < world]
         if unknown:
             raise ValueError(f"slow names rank {unknown[0]}: it must be 0 to {world - 1}")
-        if self.is_there and world > MOST_RANKS:
+        if self.is_active and world > MOST_RANKS:
             raise ValueError(f"slow and jitter take rings of at most {MOST_RANKS} GPUs: got {world}")
 
-    def factors(self, rank: int, phase: str, count: int) -> Seconds:
+    def launch_factors(self, rank: int, phase: str, count: int) -> Seconds:
         """Return the factor on every launch of a rank, ``[count]``, or with jitter ``[count, draw]``."""
         factor = self.slow.get(rank, 1.0)
         if not self.jitter:
@@ -222,12 +224,12 @@ class Perturbation:
         generator = np.random.default_rng([rank, len(phase)])
         return factor * generator.lognormal(0.0, self.jitter, (count, DRAWS))
 
-    def slowest(self, world: int) -> float:
+    def slowest_factor(self, world: int) -> float:
         """Return the factor on a launch until all ranks have finished it, the mean of all draws."""
-        factors = [np.broadcast_to(self.factors(rank, "", 1)[0], DRAWS) for rank in range(world)]
+        factors = [np.broadcast_to(self.launch_factors(rank, "", 1)[0], DRAWS) for rank in range(world)]
         return float(np.max(factors, axis=0).mean())
 
-    def grouped(self, degree: int) -> Perturbation:
+    def group_ranks(self, degree: int) -> Perturbation:
         """Return the perturbation of a ring of groups: each group is as slow as its slowest rank."""
         slow: dict[int, float] = {}
         for rank, factor in self.slow.items():
@@ -235,4 +237,4 @@ class Perturbation:
         return Perturbation(slow, self.jitter)
 
 
-NONE = Perturbation()
+NO_PERTURBATION = Perturbation()

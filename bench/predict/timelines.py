@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...ring.buffers import KEY_VALUES, Key, Kind
+from ...ring.buffers import KV_KINDS, PostKey, TransferKind
 from ...ring.schedule.plan import Plan
-from ...ring.trace import Moved, Stretch, slot_trace
+from ...ring.trace import CompletedPost, TimeInterval, slot_trace
 from ..common.attention import mask_data
 from ..timeline.events import Event, Timeline
-from .call import Call
-from .clock import Track
+from .predicted_call import PredictedCall
 from .program import Op
-from .ring import Pass
+from .ring_time import Pass
+from .simulator import RankTimes
 from .speed import POINT
 
-NAMES = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "nodes")
+TIMELINE_FIELDS = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "nodes")
 """Fields of a call besides its mask in a timeline, as in measured timelines."""
 
 
-def timeline(title: str, passes: tuple[Pass, ...], call: Call) -> Timeline:
+def predicted_timeline(title: str, passes: tuple[Pass, ...], call: PredictedCall) -> Timeline:
     """Return the events of all ranks, one pass after the other; raise ValueError for extrapolated passes."""
     events: list[Event] = []
     plans, begin = call.plans(), 0.0
@@ -30,22 +30,22 @@ def timeline(title: str, passes: tuple[Pass, ...], call: Call) -> Timeline:
         for track in predicted_pass.tracks:
             events += _of_rank(track, plans[track.program.rank], begin)
         begin += predicted_pass.seconds
-    return Timeline(title, "predicted", call.world, tuple(events), {"call": described(call)})
+    return Timeline(title, "predicted", call.world, tuple(events), {"call": timeline_details(call)})
 
 
-def described(call: Call) -> dict[str, Any]:
+def timeline_details(call: PredictedCall) -> dict[str, Any]:
     """Return a timeline's description of its call: shape, layout and mask."""
-    return {name: getattr(call, name) for name in NAMES} | {"layout": str(call.layout)} | mask_data(call.mask)
+    return {name: getattr(call, name) for name in TIMELINE_FIELDS} | {"layout": str(call.layout)} | mask_data(call.mask)
 
 
-def _of_rank(track: Track, plan: Plan, start: float) -> Iterator[Event]:
+def _of_rank(track: RankTimes, plan: Plan, start: float) -> Iterator[Event]:
     rank, phase = track.program.rank, track.program.phase
-    free, posts, computed = 0.0, list[Moved](), dict[int, list[Stretch]]()
+    free, posts, computed = 0.0, list[CompletedPost](), dict[int, list[TimeInterval]]()
     for op, begin, end in zip(track.program.ops, track.begins, track.ends, strict=True):
         if op.key is not None:
             yield from _transfers(op, op.key, plan, start + begin, start + end)
             sent, received = (sum(nbytes for _, nbytes in messages) for messages in (op.sends, op.receives))
-            posts.append(Moved(op.key, begin, end, sent, received))
+            posts.append(CompletedPost(op.key, begin, end, sent, received))
             continue
         if begin > free:
             yield Event(rank, "wait", phase, op.hop, start + free, start + begin)
@@ -60,22 +60,26 @@ def _of_rank(track: Track, plan: Plan, start: float) -> Iterator[Event]:
         yield Event(rank, use.kind, use.phase, use.hop, start + use.begin, start + use.end, use.name)
 
 
-def _transfers(op: Op, key: Key, plan: Plan, begin: float, end: float) -> Iterator[Event]:
-    name = "dK/dV of {}" if key.kind in (Kind.DKV, Kind.RETURN) else "K/V of {}"
+def _transfers(op: Op, key: PostKey, plan: Plan, begin: float, end: float) -> Iterator[Event]:
+    name = "dK/dV of {}" if key.kind in (TransferKind.DKV, TransferKind.RETURN) else "K/V of {}"
     for lane, messages in (("send", op.sends), ("receive", op.receives)):
-        shard = plan.hops[_moved(key, plan, lane)].shard
+        shard = plan.hops[_moved_hop(key, plan, lane)].shard
         for _, nbytes in messages:
             yield Event(plan.rank, lane, key.phase, op.hop, begin, end, name.format(shard), nbytes)
 
 
-def _moved(key: Key, plan: Plan, lane: str) -> int:
+def _moved_hop(key: PostKey, plan: Plan, lane: str) -> int:
     """Return the hop whose shard a group sends or receives."""
-    if key.kind in KEY_VALUES:
-        return key.brings if lane == "receive" else key.brings - (plan.inner if key.kind is Kind.RAIL else 1)
-    if key.kind is Kind.RETURN:
+    if key.kind in KV_KINDS:
+        return (
+            key.payload_hop
+            if lane == "receive"
+            else key.payload_hop - (plan.inner if key.kind is TransferKind.RAIL else 1)
+        )
+    if key.kind is TransferKind.RETURN:
         return key.hop // plan.inner * plan.inner if lane == "send" else 0
-    following = key.brings + 1
+    following = key.payload_hop + 1
     if lane == "send":
-        return key.brings
+        return key.payload_hop
     is_last = following >= len(plan.hops) or plan.is_outer_root(plan.hops[following])
-    return key.brings // plan.inner * plan.inner if is_last else following
+    return key.payload_hop // plan.inner * plan.inner if is_last else following

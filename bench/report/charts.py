@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from ..common.flags import binary
+from ..common.flags import size_text
 from ..common.result import Result, Row
-from ..common.theme import LINES, themed
+from ..common.theme import LINES, use_theme
 
 SIZES = ("seqlen", "tokens", "tokens per rank", "length", "size", "bytes", "nbytes", "world", "ranks")
 """Columns for the x axis; the first that varies is used."""
@@ -20,7 +20,7 @@ MOST_CHARTS = 12  # per file
 MOST_LINES = 12  # per chart; more are indistinguishable
 MOST_NAME = 60
 LEGEND_COLUMNS = 2  # below the axes, where it hides no point
-MOST = 1e150  # largest number: the square of a larger one is infinite
+MAX_DRAWN_NUMBER = 1e150  # largest number: the square of a larger one is infinite
 LOG_FROM = 8  # ratio of largest to smallest from which an axis is logarithmic
 MOST_TICKS = 9
 
@@ -35,7 +35,7 @@ class Chart:
     lines: dict[str, dict[float, float]] = field(default_factory=dict)
 
 
-def charts(result: Result) -> list[Chart]:
+def build_charts(result: Result) -> list[Chart]:
     """Return the charts of a result: one, or for a list of numbers one for each name and unit."""
     if not {"number", "value", "unit"} <= result.units.keys():
         groups = {(result.case, ""): result.rows}
@@ -49,15 +49,15 @@ def charts(result: Result) -> list[Chart]:
         if unit:
             units = {name: unit for name, unit in units.items() if name not in ("number", "unit", "limit", "spread")}
             units["value"] = unit
-        results.append(chart_of(title, rows, units))
+        results.append(build_chart(title, rows, units))
     return [chart for chart in results if chart is not None][:MOST_CHARTS]
 
 
-def chart_of(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart | None:
+def build_chart(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart | None:
     """Build the chart of the first quantity over the first varying size, or None if there is none."""
     varying = [name for name in units if len({str(row.get(name)) for row in rows}) > 1]
-    x = next((name for name in SIZES if name in varying and all(finite(row.get(name)) for row in rows)), None)
-    drawn = [name for name in units if name != x and any(finite(row.get(name)) for row in rows)]
+    x = next((name for name in SIZES if name in varying and all(is_drawable(row.get(name)) for row in rows)), None)
+    drawn = [name for name in units if name != x and any(is_drawable(row.get(name)) for row in rows)]
     y = next((name for unit in QUANTITIES for name in drawn if units[name] == unit), None)
     if x is None or y is None:
         return None
@@ -73,7 +73,7 @@ def chart_of(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart
     points: dict[str, dict[float, list[float]]] = {}
     for row in rows:
         value, size = row.get(y), row.get(x)
-        if finite(value) and finite(size):
+        if is_drawable(value) and is_drawable(size):
             labels = [(name, row.get(name)) for name in variants if row.get(name) is not None]
             line = ", ".join(at if isinstance(at, str) else f"{name} {at}" for name, at in labels)[:MOST_NAME] or y
             points.setdefault(line, {}).setdefault(float(size), []).append(float(value))
@@ -97,16 +97,16 @@ def _only_some_have(name: str, variants: Sequence[str], x: str, rows: Sequence[R
     return len({tuple(str(row.get(other)) for other in others) for row in rows}) == len(rows)
 
 
-def finite(value: object) -> TypeGuard[float]:
+def is_drawable(value: object) -> TypeGuard[float]:
     """Return True for a number that can be drawn: not NaN, not a bool, not too large to square."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_DRAWN_NUMBER
 
 
-def draw(chart: Chart) -> Any:
+def draw_chart(chart: Chart) -> Any:
     """Draw a chart without its title, which the page shows."""
     from matplotlib.figure import Figure
 
-    with themed():
+    with use_theme():
         legend_rows = -(-len(chart.lines) // LEGEND_COLUMNS)
         figure = Figure(figsize=(6.4, 3.2 + 0.18 * legend_rows), layout="constrained")
         axes = figure.subplots()
@@ -128,7 +128,7 @@ def _scale(axes: Any, chart: Chart) -> None:
     if xs[0] > 0 and xs[-1] >= LOG_FROM * xs[0]:
         axes.set_xscale("log", base=2)
     ticks = xs[:: -(-len(xs) // MOST_TICKS)]
-    axes.set_xticks(ticks, [binary(int(x)) if x == int(x) else f"{x:.3g}" for x in ticks])
+    axes.set_xticks(ticks, [size_text(int(x)) if x == int(x) else f"{x:.3g}" for x in ticks])
     if min(ys) > 0 and max(ys) >= LOG_FROM**2 * min(ys):
         axes.set_yscale("log")
     elif min(ys) >= 0:

@@ -8,54 +8,58 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from .page import Folder
+    from .page import ResultFolder
 
-PAGE = "report.html"
+PAGE_NAME = "report.html"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def report(
+def report_command(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Folder of `ringattn bench suite --out DIR`, or of any results in JSON."),
+        typer.Argument(
+            metavar="DIR", help="ResultFolder of `ringattn bench suite --out DIR`, or of any results in JSON."
+        ),
     ],
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help=f"File of the page; default: DIR/{PAGE}.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=f"File of the page; default: DIR/{PAGE_NAME}.")
+    ] = None,
 ) -> None:
     """Write one self-contained page of a folder's results (files of --json) and traces.
 
     A predicted trace is drawn below the measured trace of the same call.
     """
-    from ..common.output import prints
+    from ..common.output import is_printing_rank
 
-    if not prints():
+    if not is_printing_rank():
         return
-    target = folder / PAGE if out is None else out
+    target = folder / PAGE_NAME if out is None else out
     try:
-        contents = write(folder, target)
+        contents = write_report(folder, target)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    for why in contents.refused:
+    for why in contents.refusals:
         typer.echo(f"skipped: {why}", err=True)
     typer.echo(str(target))
 
 
-def write_beside(folder: Path) -> str:
+def write_report_or_reason(folder: Path) -> str:
     """Write the page of a folder just measured; return its path, or the reason why writing it failed."""
     try:
-        write(folder, folder / PAGE)
+        write_report(folder, folder / PAGE_NAME)
     except Exception as error:
-        return f"no {PAGE}: {type(error).__name__}: {error}"
-    return str(folder / PAGE)
+        return f"no {PAGE_NAME}: {type(error).__name__}: {error}"
+    return str(folder / PAGE_NAME)
 
 
-def write(folder: Path, target: Path) -> Folder:
+def write_report(folder: Path, target: Path) -> ResultFolder:
     """Write the page of a folder; return its contents, with the files that could not be read."""
-    from ..common.output import check_targets, write_file
-    from .page import html, read_folder
+    from ..common.output import check_writable, write_file
+    from .page import read_folder, render_page
 
     contents = read_folder(folder)  # first, for the better error if this is not a folder
-    check_targets(target)
-    write_file(target, html(contents))
+    check_writable(target)
+    write_file(target, render_page(contents))
     return contents

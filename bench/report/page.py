@@ -12,26 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...kernels.files import read_object
-from ..common.result import Result, cell, read
-from ..common.theme import in_page_colours, inline
+from ...kernels.json_files import read_object
+from ..common.result import Result, format_cell, read_result
+from ..common.theme import inline_svg, use_page_colours
 from ..timeline import drawing
-from ..timeline.events import PREDICTED, Timeline, alike, from_chrome
+from ..timeline.events import PREDICTED, Timeline, from_chrome, is_same_call
 from . import charts
 
-FIRST = "results.json"  # written by the suite
+SUITE_FILE = "results.json"  # written by the suite
 PROVENANCE = ("gpu", "cpu", "date", "command", "ringattn")  # shown first, in this order
-LONGEST = 400  # characters of a cell, because files can hold anything
+MAX_CELL_LENGTH = 400  # characters of a cell, because files can hold anything
 
 
 @dataclass
-class Folder:
+class ResultFolder:
     """Contents of a folder of results: results in JSON, Chrome traces of rings, and files that cannot be read."""
 
     name: str
     results: list[tuple[str, Result]] = field(default_factory=list)
     timelines: list[tuple[str, Timeline]] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
 
     @property
     def provenance(self) -> Mapping[str, Any]:
@@ -42,35 +42,35 @@ class Folder:
         return next((provenance for provenance in provenances if isinstance(provenance, dict) and provenance), {})
 
 
-def read_folder(folder: Path) -> Folder:
+def read_folder(folder: Path) -> ResultFolder:
     """Read every JSON file of a folder; list files that cannot be read, or raise ValueError if no file can."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is not a folder: it must be a folder of results, as from `ringattn bench suite --out DIR`"
         )
-    contents = Folder(printable(folder.absolute().name))
-    for path in sorted(folder.glob("*.json"), key=lambda path: (path.name != FIRST, path)):
-        name = printable(path.name)
+    contents = ResultFolder(printable_text(folder.absolute().name))
+    for path in sorted(folder.glob("*.json"), key=lambda path: (path.name != SUITE_FILE, path)):
+        name = printable_text(path.name)
         try:
             data = read_object(path)
             if "otherData" in data:
                 contents.timelines.append((name, from_chrome(data)))
             else:
-                contents.results.append((name, read(path)))
+                contents.results.append((name, read_result(path)))
         except ValueError as error:
-            contents.refused.append(f"{name}: {printable(str(error).replace(str(path), 'it'))}")
+            contents.refusals.append(f"{name}: {printable_text(str(error).replace(str(path), 'it'))}")
     if not contents.results and not contents.timelines:
         message = f"{folder} holds no results: no file that a command wrote with --json"
-        raise ValueError("; ".join([message, *contents.refused]))
+        raise ValueError("; ".join([message, *contents.refusals]))
     return contents
 
 
-def printable(text: str) -> str:
+def printable_text(text: str) -> str:
     """Replace unprintable characters, because file names can hold any bytes."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def html(folder: Folder) -> str:
+def render_page(folder: ResultFolder) -> str:
     """Render the page with all file contents escaped; results that cannot be drawn are added to the refused files."""
     import jinja2
     from markupsafe import Markup
@@ -80,26 +80,26 @@ def html(folder: Folder) -> str:
     # The browser runs only the script with this hash, whatever else gets into the page.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"shown": shown}
+    environment.filters |= {"shown": cell_text}
     sections = [
         {
             "file": file,
             "result": result,
             "columns": [name for name in result.units if any(row.get(name) is not None for row in result.rows)],
-            "orders": {name: order([row.get(name) for row in result.rows]) for name in result.units},
-            "provenance": list(told_first(result.provenance)),
-            "charts": list(drawn(folder, number)),
+            "orders": {name: sort_keys([row.get(name) for row in result.rows]) for name in result.units},
+            "provenance": list(ordered_provenance(result.provenance)),
+            "charts": list(draw_result(folder, number)),
         }
         for number, (file, result) in enumerate(folder.results)
     ]
-    pictures = list(drawn_timelines(folder))
+    pictures = list(draw_timelines(folder))
     failed = [(file, reason) for file, one in folder.results for reason in one.failed]
     return environment.from_string(package_files.joinpath("report.html.j2").read_text()).render(
         title=f"ringattn: {folder.name}",
         version=__version__,
-        provenance=list(told_first(folder.provenance)),
-        ended=ended(folder),
-        failed=failed + [("not read", reason) for reason in folder.refused],
+        provenance=list(ordered_provenance(folder.provenance)),
+        ended=count_outcomes(folder),
+        failed=failed + [("not read", reason) for reason in folder.refusals],
         sections=sections,
         timelines=pictures,
         style=Markup(package_files.joinpath("report.css").read_text()),
@@ -108,37 +108,37 @@ def html(folder: Folder) -> str:
     )
 
 
-def ended(folder: Folder) -> str:
+def count_outcomes(folder: ResultFolder) -> str:
     """Return how many parts of the suite ended in each state."""
-    rows = [row for file, result in folder.results if file == FIRST for row in result.rows]
-    states = Counter(plain(row["state"]) for row in rows if "state" in row)
+    rows = [row for file, result in folder.results if file == SUITE_FILE for row in result.rows]
+    states = Counter(plain_text(row["state"]) for row in rows if "state" in row)
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
-def told_first(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def ordered_provenance(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the provenance as text, most important fields first."""
     for name in sorted(provenance, key=lambda name: PROVENANCE.index(name) if name in PROVENANCE else len(PROVENANCE)):
-        if text := plain(provenance[name]):
+        if text := plain_text(provenance[name]):
             yield name, text
 
 
-def plain(value: object) -> str:
+def plain_text(value: object) -> str:
     """Return any JSON value as text."""
     if isinstance(value, Mapping):
-        texts = {name: plain(item) for name, item in value.items()}
+        texts = {name: plain_text(item) for name, item in value.items()}
         return ", ".join(f"{name} {text}" for name, text in texts.items() if text)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(plain(item) for item in value)
-    return cell(value)
+        return ", ".join(plain_text(item) for item in value)
+    return format_cell(value)
 
 
-def shown(value: object) -> str:
+def cell_text(value: object) -> str:
     """Return a cell as a command's table shows it, shortened if very long."""
-    text = cell(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
+    text = format_cell(value)
+    return text if len(text) <= MAX_CELL_LENGTH else f"{text[:MAX_CELL_LENGTH]} …"
 
 
-def order(values: Sequence[object]) -> list[int | str]:
+def sort_keys(values: Sequence[object]) -> list[int | str]:
     """Return sort keys of a column: numbers by size, then words alphabetically, "" for empty cells."""
 
     def key(value: object) -> tuple[bool, Any]:
@@ -148,40 +148,40 @@ def order(values: Sequence[object]) -> list[int | str]:
     return ["" if value is None else places[key(value)] for value in values]
 
 
-def drawn(folder: Folder, number: int) -> Iterator[tuple[str, Any]]:
+def draw_result(folder: ResultFolder, number: int) -> Iterator[tuple[str, Any]]:
     """Yield a result's charts with their titles; a chart that cannot be drawn does not stop the page."""
     file, result = folder.results[number]
     try:
-        for place, chart in enumerate(charts.charts(result)):
-            yield chart.title, svg(charts.draw(chart), f"chart{number}-{place}")
+        for place, chart in enumerate(charts.build_charts(result)):
+            yield chart.title, safe_svg(charts.draw_chart(chart), f"chart{number}-{place}")
     except Exception as error:
-        folder.refused.append(undrawn(file, error))
+        folder.refusals.append(drawing_failure(file, error))
 
 
-def drawn_timelines(folder: Folder) -> Iterator[tuple[str, Any]]:
+def draw_timelines(folder: ResultFolder) -> Iterator[tuple[str, Any]]:
     """Yield each measured timeline above the predicted one of the same call, and the remaining ones alone."""
     predicted = [named for named in folder.timelines if named[1].source == PREDICTED]
     groups = [[named] for named in folder.timelines if named[1].source != PREDICTED]
     for group in groups:
-        if match := next((named for named in predicted if alike(group[0][1], named[1])), None):
+        if match := next((named for named in predicted if is_same_call(group[0][1], named[1])), None):
             predicted.remove(match)
             group.append(match)
     groups += [[named] for named in predicted]
     for number, group in enumerate(groups):
         try:
-            figure = drawing.draw([timeline for _, timeline in group])
+            figure = drawing.draw_timeline_figure([timeline for _, timeline in group])
             caption = " above ".join(f"{timeline.source} ({name})" for name, timeline in group)
-            yield caption, svg(figure, f"timeline{number}")
+            yield caption, safe_svg(figure, f"timeline{number}")
         except Exception as error:
-            folder.refused += [undrawn(name, error) for name, _ in group]
+            folder.refusals += [drawing_failure(name, error) for name, _ in group]
 
 
-def undrawn(file: str, error: Exception) -> str:
-    return f"{file}: " + printable(f"it cannot be drawn: {type(error).__name__}: {error}"[:300])
+def drawing_failure(file: str, error: Exception) -> str:
+    return f"{file}: " + printable_text(f"it cannot be drawn: {type(error).__name__}: {error}"[:300])
 
 
-def svg(figure: Any, name: str) -> Any:
+def safe_svg(figure: Any, name: str) -> Any:
     from markupsafe import Markup
 
     # matplotlib escapes text, and the rest of the drawing is ours.
-    return Markup(in_page_colours(inline(figure, name)))
+    return Markup(use_page_colours(inline_svg(figure, name)))

@@ -25,9 +25,9 @@ from torch import Tensor
 from ...kernels import PLAIN
 from ...ring import Layout, Mask, bounds
 from ...ring.backends import backward_backends, forward_backends
-from ...ring.buffers import chunks_of
+from ...ring.buffers import split_heads
 from ...ring.local.registry import resolve_backend
-from ..common.timing import Stopwatch
+from ..common.timing import DeviceStopwatch
 
 NO_DROPOUT = 0.0
 # torch 2.13 renamed both and warns about the old names.
@@ -38,20 +38,22 @@ REDUCE_SCATTER: Callable[..., object] = getattr(dist, "reduce_scatter_single", d
 # The baseline ring.
 
 
-def baseline_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, waits: Stopwatch | None = None) -> Tensor:
+def baseline_ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, waits: DeviceStopwatch | None = None
+) -> Tensor:
     """Compute attention of this rank's queries over the default group.
 
     Shapes: q ``[B, S, H, D]``, k and v ``[B, S, Hkv, D]``. S is equal on all ranks. With ``causal`` the layout must be
     zigzag and S even. ``waits`` adds up the time spent waiting for the network.
     """
-    out: Tensor = _BaselineRing.apply(q, k, v, causal, waits or Stopwatch(q.device))  # type: ignore[no-untyped-call]
+    out: Tensor = _BaselineRing.apply(q, k, v, causal, waits or DeviceStopwatch(q.device))  # type: ignore[no-untyped-call]
     return out
 
 
-class Transfer:
+class RingTransfer:
     """Tensors in transit: sent to the next rank while the previous rank's tensors arrive."""
 
-    def __init__(self, tensors: Sequence[Tensor], waits: Stopwatch) -> None:
+    def __init__(self, tensors: Sequence[Tensor], waits: DeviceStopwatch) -> None:
         self._waits = waits
         rank, world = dist.get_rank(), dist.get_world_size()
         self._sent = [x.contiguous() for x in tensors]
@@ -62,13 +64,13 @@ class Transfer:
 
     def wait(self) -> list[Tensor]:
         """Wait for the transfer; return the received tensors."""
-        with self._waits.stretch():
+        with self._waits.count_block():
             for work in self._works:
                 work.wait()
         return self._received
 
 
-class Part:
+class StepSlices:
     """Slices of the local queries and of the current keys that one step computes."""
 
     def __init__(self, step: int, rows: int, causal: bool) -> None:
@@ -82,12 +84,12 @@ class Part:
 
 class _BaselineRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, waits: Stopwatch) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, waits: DeviceStopwatch) -> Tensor:
         world, current = dist.get_world_size(), [k, v]
         state: tuple[Tensor, Tensor] | None = None
         for step in range(world):
-            incoming = Transfer(current, waits) if step + 1 < world else None
-            part = Part(step, q.shape[1], causal)
+            incoming = RingTransfer(current, waits) if step + 1 < world else None
+            part = StepSlices(step, q.shape[1], causal)
             part_k, part_v = (x[:, part.keys] for x in current)
             block, block_lse = _attention(q[:, part.rows], part_k, part_v, part.causal)
             if state is None:
@@ -107,10 +109,10 @@ class _BaselineRing(torch.autograd.Function):
         world, current = dist.get_world_size(), [k, v]
         dq = torch.zeros_like(q, dtype=torch.float32)
         dkv: list[Tensor] = []
-        incoming_dkv: Transfer | None = None
+        incoming_dkv: RingTransfer | None = None
         for step in range(world):
-            incoming = Transfer(current, ctx.waits) if step + 1 < world else None
-            part = Part(step, q.shape[1], ctx.causal)
+            incoming = RingTransfer(current, ctx.waits) if step + 1 < world else None
+            part = StepSlices(step, q.shape[1], ctx.causal)
             queries = tuple(x[:, part.rows] for x in (dout, q, out, lse))
             block_dq, *block_dkv = _attention_backward(queries, [x[:, part.keys] for x in current], part.causal)
             dq[:, part.rows] += block_dq
@@ -121,7 +123,7 @@ class _BaselineRing(torch.autograd.Function):
                 for total, grad in zip(dkv, block_dkv, strict=True):
                     total[:, part.keys] += grad
             current = incoming.wait() if incoming else current
-            incoming_dkv = Transfer(dkv, ctx.waits) if world > 1 else None
+            incoming_dkv = RingTransfer(dkv, ctx.waits) if world > 1 else None
         dk, dv = incoming_dkv.wait() if incoming_dkv is not None else dkv
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
@@ -141,9 +143,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, T
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
 
-def _attention_backward(mine: Sequence[Tensor], held: Sequence[Tensor], causal: bool) -> list[Tensor]:
-    """Return dq, dk and dv of one block; ``mine`` is dout, q, out and lse, ``held`` is k and v."""
-    dout, q, out, lse, k, v = (x.transpose(1, 2) for x in (*mine, *held))
+def _attention_backward(query_tensors: Sequence[Tensor], key_tensors: Sequence[Tensor], causal: bool) -> list[Tensor]:
+    """Return dq, dk and dv of one block; ``query_tensors`` is dout, q, out and lse, ``key_tensors`` is k and v."""
+    dout, q, out, lse, k, v = (x.transpose(1, 2) for x in (*query_tensors, *key_tensors))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse.squeeze(-1), NO_DROPOUT, causal
     )
@@ -153,7 +155,7 @@ def _attention_backward(mine: Sequence[Tensor], held: Sequence[Tensor], causal: 
 # Collectives before and after attention.
 
 
-class Exchange:
+class CollectiveAttention:
     """Attention with equal shards, with collectives before and after one launch per pass.
 
     ``queries`` converts a shard of q or dout to the tensor that this rank computes with, and ``keys`` a shard of k or
@@ -162,16 +164,16 @@ class Exchange:
     """
 
     def __init__(self, layout: Layout, positions: Tensor, causal: bool, device: torch.device) -> None:
-        self.world, self.waits = layout.world, Stopwatch(device)
+        self.world, self.waits = layout.world, DeviceStopwatch(device)
         self.bounds = bounds(Mask(causal=causal), positions, torch.arange(layout.seqlen)).to(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention of this rank's queries, with gradients."""
-        out: Tensor = _ExchangedAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _CollectiveFunction.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         return out
 
 
-class AllGather(Exchange):
+class AllGatherAttention(CollectiveAttention):
     """K/V of all ranks gathered on every rank in position order; dK/dV reduced and scattered."""
 
     def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
@@ -183,7 +185,7 @@ class AllGather(Exchange):
 
     def keys(self, shard: Tensor) -> Tensor:
         parts = torch.empty((self.world, *shard.shape), device=shard.device, dtype=shard.dtype)
-        with self.waits.stretch():
+        with self.waits.count_block():
             ALL_GATHER(parts.flatten(0, 1), shard.contiguous())
         rows = parts.transpose(0, 1).flatten(1, 2)
         return torch.empty_like(rows).index_copy_(1, self._order, rows)
@@ -196,12 +198,12 @@ class AllGather(Exchange):
         parts = computed[:, self._order].view(batch, self.world, tokens // self.world, heads, dim)
         parts = parts.transpose(0, 1).contiguous()
         shard = torch.empty_like(parts[0])
-        with self.waits.stretch():
+        with self.waits.count_block():
             REDUCE_SCATTER(shard, parts.flatten(0, 1))
         return shard.to(dtype)
 
 
-class Ulysses(Exchange):
+class AllToAllAttention(CollectiveAttention):
     """All-to-all from sharded tokens to sharded heads and back, in rank order."""
 
     def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
@@ -225,16 +227,16 @@ class Ulysses(Exchange):
 
     def _exchanged(self, parts: Tensor) -> Tensor:
         received = torch.empty_like(parts)
-        with self.waits.stretch():
+        with self.waits.count_block():
             dist.all_to_all_single(received, parts)
         return received
 
 
-class _ExchangedAttention(torch.autograd.Function):
+class _CollectiveFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, net: AllGather | Ulysses) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, net: AllGatherAttention | AllToAllAttention) -> Tensor:
         q, k, v = net.queries(q), net.keys(k), net.keys(v)
-        ctx.net, ctx.scale, ctx.chunks = net, q.shape[-1] ** -0.5, chunks_of(1, q.shape[2], k.shape[2])
+        ctx.net, ctx.scale, ctx.chunks = net, q.shape[-1] ** -0.5, split_heads(1, q.shape[2], k.shape[2])
         ctx.backend = resolve_backend("auto", q.device)
         (backend,) = forward_backends(ctx.backend, ctx.chunks, q, softmax_scale=ctx.scale)
         backend.fold(k, v, net.bounds, scores=PLAIN, final=True)
@@ -244,7 +246,7 @@ class _ExchangedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        net: AllGather | Ulysses = ctx.net
+        net: AllGatherAttention | AllToAllAttention = ctx.net
         q, k, v, out, lse = ctx.saved_tensors
         tensors = (net.queries(dout), q, out, lse)
         (backend,) = backward_backends(ctx.backend, ctx.chunks, *tensors, softmax_scale=ctx.scale)

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from ...comm.group_cache import get_group_cache
 from ...comm.groups import MESH_DIMS, Group, resolve_mesh
-from ...comm.kept import kept_of
 from ...ring import Mask, Ring, ring_attention
-from ...ring.mesh import joined
+from ...ring.mesh import ring_layout
 from ...ring.schedule.schedule import schedule
-from ...ring.ulysses import heads_of
+from ...ring.ulysses import split_ulysses_heads
 from ..common.attention import DTYPES, AttentionConfig, Tensors, forward_backward
 from ..common.memory_table import (
     ALL_CORES,
@@ -29,15 +29,15 @@ from ..common.memory_table import (
     BASELINE,
     BUCKET,
     LUCIDRAINS,
+    ONE_DEVICE,
     OURS,
     ULYSSES,
-    WHOLE,
-    exchanged_name,
-    kind_of,
+    candidate_kind,
+    mesh_name,
 )
 from ..common.ranks import cores
-from ..common.timing import Stopwatch
-from .baselines import AllGather, Ulysses, baseline_ring_attention
+from ..common.timing import DeviceStopwatch
+from .baselines import AllGatherAttention, AllToAllAttention, baseline_ring_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -45,40 +45,42 @@ ZHUZILIN = "ring-flash-attn"
 CONTEXT_PARALLEL = "PyTorch context_parallel"
 
 
-class Refused(Exception):
+class CandidateUnavailableError(Exception):
     """A candidate does not compute this problem, or not on this machine. The message says why."""
 
 
-def balanced(problem: AttentionConfig) -> str:
+def balanced_layout(problem: AttentionConfig) -> str:
     """Return the layout in which every rank has equal work."""
     return "zigzag" if problem.causal else "contiguous"
 
 
 @dataclass(frozen=True)
-class Setting:
+class CandidateSetting:
     """Inputs for constructing candidates, on one rank."""
 
     problem: AttentionConfig
     layouts: tuple[str, ...]
     device: torch.device
     ring: Callable[[Group | None], Ring]  # opens a ring, of the default group or of another
-    shared: bool = False  # ranks share a GPU
-    slowed: bool = False  # True if the links of our rings are slowed down
+    shares_gpu: bool = False  # ranks share a GPU
+    has_slow_links: bool = False  # True if the links of our rings are slowed down
 
     def positions(self, layout: str) -> Tensor:
         """Return this rank's token positions."""
-        return self.problem.named(layout).positions(dist.get_rank())
+        return self.problem.layout_by_name(layout).positions(dist.get_rank())
 
     def require(self, name: str, *modules: str, pieces: int = 1) -> None:
-        """Raise ``Refused`` if a module is missing, ranks share a GPU, or shards do not split into equal pieces."""
+        """Raise ``CandidateUnavailableError`` if a module is missing, ranks share a GPU, or shards do not split into equal pieces."""
         for module in modules:
             if importlib.util.find_spec(module) is None:
-                raise Refused(f"{module} is not installed (pip install {name})")
-        if self.shared:
-            raise Refused(f"ranks share a GPU, but {name} uses NCCL with one rank per GPU")
+                raise CandidateUnavailableError(f"{module} is not installed (pip install {name})")
+        if self.shares_gpu:
+            raise CandidateUnavailableError(f"ranks share a GPU, but {name} uses NCCL with one rank per GPU")
         seqlen, pieces = self.problem.seqlen, pieces * self.problem.world
         if seqlen % pieces:
-            raise Refused(f"{name} needs {pieces} equal pieces, and {seqlen} tokens do not divide into them")
+            raise CandidateUnavailableError(
+                f"{name} needs {pieces} equal pieces, and {seqlen} tokens do not divide into them"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,15 @@ class Candidate:
     positions: Tensor | None
     attend: Attend
     threads: int = 1
-    around: Callable[[], AbstractContextManager[object]] = nullcontext  # context of each forward and backward
-    sent: int | None = None  # bytes that a rank sends per forward and backward, if known
-    waits: Stopwatch | None = None  # time in the network, if measurable
+    step_context: Callable[[], AbstractContextManager[object]] = nullcontext  # context of each forward and backward
+    sent_bytes: int | None = None  # bytes that a rank sends per forward and backward, if known
+    wait_timer: DeviceStopwatch | None = None  # time in the network, if measurable
     ring: Ring | None = None  # our ring, which records its own waits
 
     @property
     def kind(self) -> str:
         """The candidate's name without its layout."""
-        return kind_of(self.name)
+        return candidate_kind(self.name)
 
     def shards(self, whole: Tensors, device: torch.device) -> Tensors:
         """Return this rank's part of q, k, v and dout as separate copies."""
@@ -108,47 +110,49 @@ class Candidate:
         if self.positions is None:
             return ()
         torch.set_num_threads(self.threads)
-        with self.around():
+        with self.step_context():
             return forward_backward(self.attend, shards[:3], shards[3])
 
 
-Maker = Callable[[Setting], Candidate]
+Maker = Callable[[CandidateSetting], Candidate]
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     """Compute PyTorch's attention on ``[B, S, H, D]``."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
 
-def whole(setting: Setting) -> Candidate:
+def sdpa_one_device(setting: CandidateSetting) -> Candidate:
     """Return SDPA on the whole sequence, run by rank 0 with one rank's threads while the others wait."""
     problem = setting.problem
     positions = torch.arange(problem.seqlen) if dist.get_rank() == 0 else None
-    return Candidate(WHOLE, positions, partial(sdpa, causal=problem.causal), problem.threads, sent=0)
+    return Candidate(
+        ONE_DEVICE, positions, partial(sdpa_attention, causal=problem.causal), problem.threads, sent_bytes=0
+    )
 
 
-def all_cores(setting: Setting) -> Candidate:
+def sdpa_all_cores(setting: CandidateSetting) -> Candidate:
     """Return SDPA on the whole sequence with the threads of all ranks."""
     problem = setting.problem
     threads = min(cores(), problem.threads * problem.world)
     if setting.device.type != "cpu":
-        raise Refused("it applies only to the CPU")
+        raise CandidateUnavailableError("it applies only to the CPU")
     if threads <= problem.threads:
-        raise Refused(f"it would use no more threads than one rank has ({problem.threads})")
-    return replace(whole(setting), name=ALL_CORES, threads=threads)
+        raise CandidateUnavailableError(f"it would use no more threads than one rank has ({problem.threads})")
+    return replace(sdpa_one_device(setting), name=ALL_CORES, threads=threads)
 
 
-def ours(layout: str, setting: Setting) -> Candidate:
+def our_ring(layout: str, setting: CandidateSetting) -> Candidate:
     """Return ``ring_attention`` with one shard per rank; ``sent`` is the maximum over ranks, from the schedule."""
-    problem, token_layout, ring = setting.problem, setting.problem.named(layout), setting.ring(None)
+    problem, token_layout, ring = setting.problem, setting.problem.layout_by_name(layout), setting.ring(None)
     attend: Any = partial(ring_attention, layout=token_layout, ring=ring, causal=problem.causal)
     plan = schedule(token_layout, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
     kv, dkv = kv_bytes(problem)
     sent = max(map(sum, zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)))
     positions = setting.positions(layout)
-    return Candidate(f"{OURS} {layout}", positions, attend, problem.threads, sent=sent, ring=ring)
+    return Candidate(f"{OURS} {layout}", positions, attend, problem.threads, sent_bytes=sent, ring=ring)
 
 
 def kv_bytes(problem: AttentionConfig) -> tuple[int, int]:
@@ -157,40 +161,42 @@ def kv_bytes(problem: AttentionConfig) -> tuple[int, int]:
     return elements * DTYPES[problem.dtype].itemsize, elements * torch.float32.itemsize
 
 
-def baseline_ring(setting: Setting) -> Candidate:
+def baseline_ring(setting: CandidateSetting) -> Candidate:
     """Return the baseline ring in its balanced layout."""
     problem = setting.problem
     if setting.device.type != "cpu":
-        raise Refused(f"it uses the CPU's operator; on a GPU compare with {ZHUZILIN}")
+        raise CandidateUnavailableError(f"it uses the CPU's operator; on a GPU compare with {ZHUZILIN}")
     setting.require(BASELINE, pieces=2)
-    waits = Stopwatch(setting.device)
+    waits = DeviceStopwatch(setting.device)
     attend = partial(baseline_ring_attention, causal=problem.causal, waits=waits)
     kv, dkv = kv_bytes(problem)
     hops, shard = problem.world - 1, problem.seqlen // problem.world
     sent = shard * (2 * hops * kv + (problem.world if hops else 0) * dkv)
-    positions = setting.positions(balanced(problem))
-    return Candidate(BASELINE, positions, attend, problem.threads, sent=sent, waits=waits)
+    positions = setting.positions(balanced_layout(problem))
+    return Candidate(BASELINE, positions, attend, problem.threads, sent_bytes=sent, wait_timer=waits)
 
 
-def all_gather(setting: Setting) -> Candidate:
+def all_gather(setting: CandidateSetting) -> Candidate:
     """Return all-gather of K/V with reduce-scatter of dK/dV, in zigzag layout if causal."""
-    problem, layout = setting.problem, balanced(setting.problem)
+    problem, layout = setting.problem, balanced_layout(setting.problem)
     setting.require(ALL_GATHER)
-    net = AllGather(problem.named(layout), problem.causal, setting.device)
+    net = AllGatherAttention(problem.layout_by_name(layout), problem.causal, setting.device)
     sent = (problem.world - 1) * problem.seqlen // problem.world * sum(kv_bytes(problem))
-    return Candidate(ALL_GATHER, setting.positions(layout), net, problem.threads, sent=sent, waits=net.waits)
+    return Candidate(ALL_GATHER, setting.positions(layout), net, problem.threads, sent_bytes=sent, wait_timer=net.waits)
 
 
-def ulysses(setting: Setting) -> Candidate:
+def ulysses(setting: CandidateSetting) -> Candidate:
     """Return Ulysses: all-to-alls, so that every rank computes some heads of the whole sequence."""
     problem, world = setting.problem, setting.problem.world
     for name, count in (("heads", problem.heads), ("kv_heads", problem.kv_heads)):
         if count % world:
-            raise Refused(f"{name} is {count}: it must be a multiple of the {world} ranks")
+            raise CandidateUnavailableError(f"{name} is {count}: it must be a multiple of the {world} ranks")
     setting.require(ULYSSES)
-    net = Ulysses(problem.named("contiguous"), problem.causal, setting.device)
+    net = AllToAllAttention(problem.layout_by_name("contiguous"), problem.causal, setting.device)
     sent = exchanged_bytes(problem, world)
-    return Candidate(ULYSSES, setting.positions("contiguous"), net, problem.threads, sent=sent, waits=net.waits)
+    return Candidate(
+        ULYSSES, setting.positions("contiguous"), net, problem.threads, sent_bytes=sent, wait_timer=net.waits
+    )
 
 
 def exchanged_bytes(problem: AttentionConfig, degree: int) -> int:
@@ -200,32 +206,32 @@ def exchanged_bytes(problem: AttentionConfig, degree: int) -> int:
     return problem.seqlen // problem.world * (degree - 1) * (4 * queries + 2 * kv) // degree
 
 
-def ulysses_by_ring(degree: int, setting: Setting) -> Candidate:
+def ulysses_mesh(degree: int, setting: CandidateSetting) -> Candidate:
     """Return ``ring_attention`` over a mesh: Ulysses over ``degree`` neighbours, and rings over the groups."""
-    problem, layout = setting.problem, balanced(setting.problem)
+    problem, layout = setting.problem, balanced_layout(setting.problem)
     try:
-        _, kv_heads = heads_of(problem.heads, problem.kv_heads, degree)
+        _, kv_heads = split_ulysses_heads(problem.heads, problem.kv_heads, degree)
     except ValueError as error:
-        raise Refused(str(error)) from None
-    name = exchanged_name(degree, problem.world)
+        raise CandidateUnavailableError(str(error)) from None
+    name = mesh_name(degree, problem.world)
     setting.require(name)
     mesh = init_device_mesh(setting.device.type, (problem.world // degree, degree), mesh_dim_names=MESH_DIMS)
     for group in resolve_mesh(mesh) or ():
-        kept_of(group)[setting.device] = setting.ring(group)  # calls with this mesh use this ring
-    token_layout = problem.named(layout)
+        get_group_cache(group)[setting.device] = setting.ring(group)  # calls with this mesh use this ring
+    token_layout = problem.layout_by_name(layout)
     attend: Any = partial(ring_attention, layout=token_layout, group=mesh, causal=problem.causal)
-    plan = schedule(joined(token_layout, degree), Mask(causal=problem.causal))
+    plan = schedule(ring_layout(token_layout, degree), Mask(causal=problem.causal))
     heads_per_rank = kv_heads[0].stop - kv_heads[0].start
     kv, dkv = (nbytes * heads_per_rank // problem.kv_heads for nbytes in kv_bytes(problem))
     ring_bytes = max(map(sum, zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)))
     sent = exchanged_bytes(problem, degree) + ring_bytes
-    return Candidate(name, setting.positions(layout), attend, problem.threads, sent=sent)
+    return Candidate(name, setting.positions(layout), attend, problem.threads, sent_bytes=sent)
 
 
 # Rings of other packages, if they are installed and run on this machine.
 
 
-def lucidrains(setting: Setting) -> Candidate:
+def lucidrains(setting: CandidateSetting) -> Candidate:
     """Return ``ring-attention-pytorch`` in its own layout (striped by buckets) and its own order of query heads.
 
     Bucket ``j`` of ``n`` holds the positions ``j, j + n, j + 2n, …``, and a rank holds consecutive buckets. The package
@@ -236,12 +242,12 @@ def lucidrains(setting: Setting) -> Candidate:
     shard = problem.seqlen // problem.world
     bucket = min(BUCKET, shard)
     if shard % bucket or problem.world == 1:
-        raise Refused(f"it needs at least two ranks, and shards of whole buckets of {bucket} tokens")
+        raise CandidateUnavailableError(f"it needs at least two ranks, and shards of whole buckets of {bucket} tokens")
     with warnings.catch_warnings():  # beartype warns about the package's type hints
         warnings.simplefilter("ignore")
         from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
-    heads = repeated_heads(problem.heads, problem.kv_heads)
+    heads = repeated_head_order(problem.heads, problem.kv_heads)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = ring_flash_attn(
@@ -255,12 +261,12 @@ def lucidrains(setting: Setting) -> Candidate:
     return Candidate(LUCIDRAINS, positions, attend, problem.threads)
 
 
-def repeated_heads(heads: int, kv_heads: int) -> Tensor:
+def repeated_head_order(heads: int, kv_heads: int) -> Tensor:
     """Return our heads in the order of a package where query head ``i`` reads K/V head ``i % kv_heads``."""
     return torch.arange(heads).view(kv_heads, -1).t().reshape(-1)
 
 
-def context_parallel(setting: Setting) -> Candidate:
+def context_parallel(setting: CandidateSetting) -> Candidate:
     """Return ``torch.distributed.tensor.experimental.context_parallel``, with its head-tail balancing if causal.
 
     It replaces only SDPA's CUDA operators. On the CPU, torch 2.13 fails with "Operator
@@ -268,10 +274,12 @@ def context_parallel(setting: Setting) -> Candidate:
     """
     problem = setting.problem
     if setting.device.type != "cuda":
-        raise Refused("it has no sharding strategy for the CPU's SDPA operator (torch 2.13): it needs a GPU")
+        raise CandidateUnavailableError(
+            "it has no sharding strategy for the CPU's SDPA operator (torch 2.13): it needs a GPU"
+        )
     setting.require(CONTEXT_PARALLEL, pieces=2)
     if problem.heads != problem.kv_heads:
-        raise Refused("its SDPA operators need as many key/value heads as query heads")
+        raise CandidateUnavailableError("its SDPA operators need as many key/value heads as query heads")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as enter
     from torch.distributed.tensor.experimental._attention import _cp_options
@@ -284,21 +292,23 @@ def context_parallel(setting: Setting) -> Candidate:
         context: AbstractContextManager[object] = enter(mesh, buffers=[tokens], buffer_seq_dims=[0])
         return context
 
-    attend = partial(sdpa, causal=problem.causal)
-    return Candidate(CONTEXT_PARALLEL, setting.positions(balanced(problem)), attend, problem.threads, around=around)
+    attend = partial(sdpa_attention, causal=problem.causal)
+    return Candidate(
+        CONTEXT_PARALLEL, setting.positions(balanced_layout(problem)), attend, problem.threads, step_context=around
+    )
 
 
-def zhuzilin(setting: Setting) -> Candidate:
+def zhuzilin(setting: CandidateSetting) -> Candidate:
     """Return ``ring-flash-attn``: its zigzag variant if causal, else its plain ring."""
     problem = setting.problem
     if setting.device.type != "cuda" or problem.dtype == "float32":
-        raise Refused("it needs a GPU, and float16 or bfloat16, for its FlashAttention kernels")
+        raise CandidateUnavailableError("it needs a GPU, and float16 or bfloat16, for its FlashAttention kernels")
     setting.require(ZHUZILIN, "ring_flash_attn", "flash_attn", pieces=2)
     import ring_flash_attn
 
     name = "zigzag_ring_flash_attn_func" if problem.causal else "ring_flash_attn_func"
     attend = partial(getattr(ring_flash_attn, name), causal=problem.causal)
-    return Candidate(ZHUZILIN, setting.positions(balanced(problem)), attend, problem.threads)
+    return Candidate(ZHUZILIN, setting.positions(balanced_layout(problem)), attend, problem.threads)
 
 
 BASELINES: dict[str, Maker] = {BASELINE: baseline_ring, ALL_GATHER: all_gather, ULYSSES: ulysses}
@@ -306,33 +316,39 @@ PEERS: dict[str, Maker] = {CONTEXT_PARALLEL: context_parallel, LUCIDRAINS: lucid
 """Candidates of other packages: a wrong result of theirs is a note, not a failure."""
 
 
-def makers(layouts: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
+def candidate_makers(layouts: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
     """Return the constructors of all candidates by name; the first is the reference."""
-    rings = {f"{OURS} {layout}": partial(ours, layout) for layout in layouts}
+    rings = {f"{OURS} {layout}": partial(our_ring, layout) for layout in layouts}
     mixed = {
-        exchanged_name(degree, world): partial(ulysses_by_ring, degree)
+        mesh_name(degree, world): partial(ulysses_mesh, degree)
         for world in worlds
         for degree in range(2, world + 1)
         if world % degree == 0
     }
-    return {WHOLE: whole, ALL_CORES: all_cores, **rings, **BASELINES, **mixed, **PEERS}
+    return {ONE_DEVICE: sdpa_one_device, ALL_CORES: sdpa_all_cores, **rings, **BASELINES, **mixed, **PEERS}
 
 
-def chosen(layouts: Sequence[str], by: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
-    """Return the reference and the constructors whose names start with one of ``by``; all if ``by`` is empty."""
-    constructors = makers(layouts, worlds)
-    return {name: make for name, make in constructors.items() if not by or name == WHOLE or name.startswith(tuple(by))}
+def select_makers(layouts: Sequence[str], prefixes: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
+    """Return the reference and the constructors whose names start with one of ``prefixes``; all if ``prefixes`` is empty."""
+    constructors = candidate_makers(layouts, worlds)
+    return {
+        name: make
+        for name, make in constructors.items()
+        if not prefixes or name == ONE_DEVICE or name.startswith(tuple(prefixes))
+    }
 
 
-def candidates(setting: Setting, by: Sequence[str] = ()) -> tuple[dict[str, Candidate], dict[str, str]]:
+def make_candidates(
+    setting: CandidateSetting, prefixes: Sequence[str] = ()
+) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Return the candidates that can compute this problem here, and why the others cannot."""
     available: dict[str, Candidate] = {}
     absent: dict[str, str] = {}
-    for name, make in chosen(setting.layouts, by, [setting.problem.world]).items():
+    for name, make in select_makers(setting.layouts, prefixes, [setting.problem.world]).items():
         try:
-            if setting.slowed and name in BASELINES | PEERS:
-                raise Refused("--bytes-per-second slows only the transfers of our rings")
+            if setting.has_slow_links and name in BASELINES | PEERS:
+                raise CandidateUnavailableError("--bytes-per-second slows only the transfers of our rings")
             available[name] = make(setting)
-        except Refused as reason:
+        except CandidateUnavailableError as reason:
             absent[name] = str(reason)
     return available, absent

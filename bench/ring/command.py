@@ -8,16 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from ..common import flags
-from ..common.launching import spawn
-from ..common.ranks import member
-from ..common.result import Result, finish
+from ..common.launching import run_process_group
+from ..common.ranks import launched_rank
+from ..common.result import Result, finish_command
 
 DEFAULT_WORLD = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def layout_names(text: str) -> list[str]:
+def parse_layouts(text: str) -> list[str]:
     """Parse a comma-separated list of layouts, or ``all``."""
     known = [layout.value for layout in flags.LayoutName]
     names = known if text == "all" else [part.strip() for part in text.split(",")]
@@ -40,10 +40,10 @@ def ring(
     heads: flags.Heads = 8,
     kv_heads: flags.KvHeads = None,
     head_dim: flags.HeadDim = 64,
-    dtype: flags.DtypeOfDevice = None,
+    dtype: flags.DeviceDtype = None,
     causal: flags.Causal = True,
     layout: Annotated[
-        Any, typer.Option(parser=layout_names, metavar="NAME,…|all", help="How tokens are split over the ranks.")
+        Any, typer.Option(parser=parse_layouts, metavar="NAME,…|all", help="How tokens are split over the ranks.")
     ] = "zigzag",
     by: Annotated[
         str | None,
@@ -56,7 +56,7 @@ def ring(
     repeats: flags.Repeats = 5,
     threads: flags.Threads = None,
     device: flags.DeviceFlag = "",
-    timer: flags.TimerOfRings = "",
+    timer: flags.RingTimer = "",
     seed: flags.Seed = 0,
     json: flags.Json = None,
     csv: flags.Csv = None,
@@ -65,15 +65,15 @@ def ring(
     import torch
 
     from ..common.attention import AttentionConfig
-    from ..common.memory import refuse_ranks
-    from ..common.memory_table import kind_of
+    from ..common.memory import check_ranks_fit
+    from ..common.memory_table import candidate_kind
     from ..common.provenance import provenance
-    from . import runs
-    from .candidates import chosen
+    from . import measure
+    from .candidates import select_makers
 
-    place = member()
+    place = launched_rank()
     worlds = list(dict.fromkeys(flags.resolve_world(ranks, DEFAULT_WORLD) for ranks in world or [None]))
-    kv_heads, device = flags.kv_heads_of(heads, kv_heads), flags.device_name(device)
+    kv_heads, device = flags.resolve_kv_heads(heads, kv_heads), flags.parse_device_kind(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     if min(worlds) < 1:
         raise typer.BadParameter(f"--world is {min(worlds)}: it must be at least 1")
@@ -81,14 +81,14 @@ def ring(
         raise typer.BadParameter(
             f"--seqlen is {min(seqlen)}: it must be at least one token for each of {max(worlds)} processes"
         )
-    flags.check_transport(transport, device, max(worlds))
+    flags.check_transport_flag(transport, device, max(worlds))
     if bytes_per_second is not None and device != "cpu":
         raise typer.BadParameter("--bytes-per-second slows only transfers on the CPU: set --device cpu")
     if bytes_per_second is not None and min(worlds) == 1:
         raise typer.BadParameter(
             "--bytes-per-second slows transfers between processes, and --world is 1: set --world 2 or more"
         )
-    prefixes = chosen_prefixes(layout, by, worlds)
+    prefixes = parse_candidate_prefixes(layout, by, worlds)
     configs = []
     for ranks in worlds:
         problems = tuple(
@@ -98,28 +98,28 @@ def ring(
             )
             for tokens in sorted(seqlen)
         )  # fmt: skip
-        kinds = list({kind_of(name) for name in chosen(layout, prefixes, [ranks])})
-        refuse_ranks("--seqlen", problems[-1], partial(runs.needs, layouts=layout, kinds=kinds))
+        kinds = list({candidate_kind(name) for name in select_makers(layout, prefixes, [ranks])})
+        check_ranks_fit("--seqlen", problems[-1], partial(measure.ring_needs, layouts=layout, kinds=kinds))
         # On the CPU every length runs in new processes, because a reused heap would distort the peaks.
         problem_groups = [(problem,) for problem in problems] if device == "cpu" and place is None else [problems]
-        timer_of_ranks = flags.timer_of_rings(device, timer)
+        timer_of_ranks = flags.resolve_ring_timer(device, timer)
         configs += [
-            runs.RingConfig(group, tuple(layout), repeats, prefixes, timer_of_ranks, bytes_per_second)
+            measure.RingConfig(group, tuple(layout), repeats, prefixes, timer_of_ranks, bytes_per_second)
             for group in problem_groups
         ]
-    result = Result("bench ring", runs.UNITS)
+    result = Result("bench ring", measure.UNITS)
     for config in configs:
-        result.add(spawn(config.problems[0].world, runs.measure, config, device=device))
-    result.notes += [*runs.crossovers(result.rows), *runs.best(result.rows)]
+        result.add(run_process_group(config.problems[0].world, measure.measure_rings, config, device=device))
+    result.notes += [*measure.crossover_notes(result.rows), *measure.fastest_ring_note(result.rows)]
     result.provenance = provenance(torch.device(device))
-    finish(result, json, csv)
+    finish_command(result, json, csv)
 
 
-def chosen_prefixes(layouts: list[str], by: str | None, worlds: list[int]) -> tuple[str, ...]:
+def parse_candidate_prefixes(layouts: list[str], by: str | None, worlds: list[int]) -> tuple[str, ...]:
     """Return the name prefixes of ``--by``; raise typer.BadParameter if one starts no candidate's name."""
-    from .candidates import chosen
+    from .candidates import select_makers
 
-    known, prefixes = list(chosen(layouts, (), worlds)), tuple(by.split(",")) if by else ()
+    known, prefixes = list(select_makers(layouts, (), worlds)), tuple(by.split(",")) if by else ()
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in known):
             raise typer.BadParameter(f"--by has {prefix!r}: it takes beginnings of {', '.join(known)}")

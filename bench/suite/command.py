@@ -1,6 +1,6 @@
 """``ringattn bench suite`` runs everything this machine can measure, most important first, within a time budget.
 
-It is a list of command lines (``parts.py``), each run as a process. If the folder holds results of the same code,
+It is a list of command lines (``suite_parts.py``), each run as a process. If the folder holds results of the same code,
 versions and machine, the suite continues there and keeps finished parts.
 """
 
@@ -44,38 +44,41 @@ def suite(
     import time
 
     start = time.monotonic()
-    from ..common.flags import check_folder, device_here
-    from ..common.output import prints
+    from ..common.flags import check_folder, resolve_device
+    from ..common.output import is_printing_rank
     from ..common.provenance import provenance
     from ..common.ranks import LAUNCHERS, cores
-    from ..common.result import Result, finish
-    from ..report.command import write_beside
-    from . import processes
-    from .parts import parts_of
+    from ..common.result import Result, finish_command
+    from ..report.command import write_report_or_reason
+    from . import part_processes
+    from .suite_parts import list_parts
 
-    if not prints():
+    if not is_printing_rank():
         return  # under a launcher only rank 0 measures, in its own processes
     for name in [*chain(*LAUNCHERS), *(name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_")))]:
         os.environ.pop(name, None)
-    place = device_here(device)
-    all_parts = parts_of(place.type)
+    place = resolve_device(device)
+    all_parts = list_parts(place.type)
     parts = [part for part in all_parts if (only or "") in part.name]
     if not parts:
         raise typer.BadParameter(f"--only is {only!r}: no part's name contains it")
     check_folder("--out", out)
     result = Result(CASE, UNITS, provenance=provenance(place))
-    known = {str(row["part"]): row for row in earlier(out, result.provenance)}
+    known = {str(row["part"]): row for row in read_earlier_rows(out, result.provenance)}
     # Keep parts that finished with the same command.
     finished = {name: row["command"] for name, row in known.items() if row["state"] in FINAL}
     remaining = [part for part in parts if finished.get(part.name) != part.command_line]
     # Parallel parts compile, and each keeps a core busy.
     width, names = min(cores(), MOST_SIDE_BY_SIDE), [part.name for part in all_parts]
-    seconds = sum(processes.seconds_of(group, width) for group in processes.grouped(remaining)) + WRITING_SECONDS
+    seconds = (
+        sum(part_processes.group_seconds(group, width) for group in part_processes.group_parts(remaining))
+        + WRITING_SECONDS
+    )
     before = f"{len(parts) - len(remaining)} parts have results and are kept. " if len(remaining) < len(parts) else ""
     enough = "is enough" if seconds <= budget else "is not enough for all of them"
     ends = start + budget - WRITING_SECONDS
     started = time.monotonic() - start
-    if short := processes.short_of(remaining, ends):
+    if short := part_processes.missing_seconds(remaining, ends):
         minimum = math.ceil(
             budget + short + started
         )  # add the start-up time again, because the next start may take longer
@@ -84,37 +87,37 @@ def suite(
     typer.echo(before + message, err=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # handle like Ctrl-C
         signal.signal(number, signal.default_int_handler)
-    running = processes.run(remaining, out=out, device=place.type, ends=ends, width=width)
+    running = part_processes.run_parts(remaining, out=out, device=place.type, end_time=ends, width=width)
     try:
         with closing(running):
             for row in running:
                 known[str(row["part"])] = row
-                write(out, result, [known[name] for name in names if name in known])
+                write_results(out, result, [known[name] for name in names if name in known])
                 typer.echo(f"{row['part']}: {row['state']}, {row['seconds']} s", err=True)
     except KeyboardInterrupt:
         typer.echo("interrupted: finished parts are kept; the same command continues", err=True)
         raise typer.Exit(INTERRUPTED) from None
     result.provenance["seconds"] = time.monotonic() - start
-    write(out, result, [known[name] for name in names if name in known])
-    typer.echo(f"{write_beside(out)}\n")
+    write_results(out, result, [known[name] for name in names if name in known])
+    typer.echo(f"{write_report_or_reason(out)}\n")
     rows = [known[part.name] for part in parts]
     shown = [{**row, "found": shorten(str(row["found"]), FOUND_WIDTH)} for row in rows]
     columns = {name: unit for name, unit in UNITS.items() if name not in ("about", "command")}
-    finish(Result(CASE, columns, [*shown], failures(rows), [f"all results are in {out / NAME}"]))
+    finish_command(Result(CASE, columns, [*shown], failure_lines(rows), [f"all results are in {out / NAME}"]))
 
 
-def earlier(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
+def read_earlier_rows(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
     """Return the folder's rows; raise typer.BadParameter if they belong to other code or another machine."""
-    from ..common.result import read
+    from ..common.result import read_result
 
     path = out / NAME
     if not path.exists() and not path.is_symlink():
         return []
     try:
-        result = read(path)
+        result = read_result(path)
         if result.case != CASE or not all(UNITS.keys() <= row.keys() for row in result.rows):
             raise ValueError(f"{path} holds {result.case}")
-        current, stored = identity(provenance), identity(result.provenance)
+        current, stored = run_identity(provenance), run_identity(result.provenance)
         if differ := [
             f"{name} {stored[name]:.60}, not {current[name]:.60}" for name in current if current[name] != stored[name]
         ]:
@@ -124,7 +127,7 @@ def earlier(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
     return result.rows
 
 
-def identity(provenance: Mapping[str, Any]) -> dict[str, str]:
+def run_identity(provenance: Mapping[str, Any]) -> dict[str, str]:
     """Return what two runs must share to be continued: code, versions and machine, but not clocks or dates."""
     wanted = {"ringattn": ("sources",), "cpu": ("model", "cores"), "gpu": ("name", "driver")}
     names = {"versions": str(provenance.get("versions"))}
@@ -134,16 +137,16 @@ def identity(provenance: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def write(out: Path, result: Result, rows: Sequence[Row]) -> None:
+def write_results(out: Path, result: Result, rows: Sequence[Row]) -> None:
     """Write the results atomically."""
     from ..common.output import write_json
 
-    result.rows, result.failed = list(rows), failures(rows)
+    result.rows, result.failed = list(rows), failure_lines(rows)
     draft = out / f"{NAME}.part"
     write_json(draft, result.as_json(), indent=1)
     draft.replace(out / NAME)
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
+def failure_lines(rows: Sequence[Row]) -> list[str]:
     """Return a sentence per failed part."""
     return [f"{row['part']}: {row['found']}" for row in rows if row["state"] == "failed"]

@@ -21,78 +21,80 @@ from ... import reference
 from ...comm import LocalGroup, LocalWorld
 from ...kernels import FULL, attention_forward, dequantize, quantize, scale_shape
 from ...ring import Layout, ring_attention
-from ...ring.wire import Scaled
+from ...ring.wire import ScaledWire
 from ..common import memory
 from ..common.attention import DTYPES, forward_backward
-from ..common.cases import NotHere, Number, distance, result_of
-from ..common.flags import device_here
+from ..common.cases import CaseUnavailableError, MeasuredNumber, case_result, relative_distance
+from ..common.flags import resolve_device
 from ..common.output import write_json
 from ..common.provenance import provenance
-from ..common.timing import Clock, Step, interleaved
+from ..common.timing import Step, StepTimer, time_in_turns
 from ..kernels import accuracy, speed
-from ..kernels.accuracy import draw
-from ..kernels.speed import AGREE, causal_bounds
-from . import calls, gpu
+from ..kernels.accuracy import draw_inputs
+from ..kernels.speed import AGREEMENT_LIMITS, causal_bounds
+from . import call_cases, gpu_cases
 
 EXPONENTS = (-14, 8)  # exponents of fp8 inputs: normal and subnormal codes, and values that round to zero
-MOST_TIMES = {"forward": 1.08, "forward and backward": 1.12}
+MAX_TIME_RATIOS = {"forward": 1.08, "forward and backward": 1.12}
 """Limits for the time of a ring of virtual ranks on one GPU, relative to a ring of one rank."""
 COPIED_SHARE = 4  # a copy takes at most this part of the free memory, twice
 
-Shape = tuple[int, int, int, int]
-Run = Callable[..., Iterator[Number]]
+TensorShape = tuple[int, int, int, int]
+CaseFunction = Callable[..., Iterator[MeasuredNumber]]
 
 
-def launches(
+def launch_case(
     device: torch.device, *, dtype: str = "bfloat16", seqlen: int = 512, head_dim: int = 64
-) -> Iterator[Number]:
+) -> Iterator[MeasuredNumber]:
     """Launch kernels with NamedTuple arguments, with and without bounds."""
     for causal in (False, True):
-        q, k, v, _, _ = draw(device, DTYPES[dtype], (seqlen, 4, 2, head_dim, head_dim))
+        q, k, v, _, _ = draw_inputs(device, DTYPES[dtype], (seqlen, 4, 2, head_dim, head_dim))
         labels = {"mask": "causal" if causal else "full", "dtype": dtype, "head_dim": head_dim}
         begun = time.perf_counter()
         out, _ = attention_forward(q, k, v, bounds=causal_bounds(q, k) if causal else FULL)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        yield Number("first launch, compilation included", time.perf_counter() - begun, "s", labels)
+        yield MeasuredNumber("first launch, compilation included", time.perf_counter() - begun, "s", labels)
         exact, _ = reference.attention(q, k, v, causal=causal)
-        yield Number("difference from float64", distance([out], [exact]), "relative", labels, AGREE[dtype])
+        yield MeasuredNumber(
+            "difference from float64", relative_distance([out], [exact]), "relative", labels, AGREEMENT_LIMITS[dtype]
+        )
 
 
-def ceilings(
+def ceilings_case(
     device: torch.device, *, side: int = 8192, dtype: str = "bfloat16", nbytes: int = 4 << 30
-) -> Iterator[Number]:
+) -> Iterator[MeasuredNumber]:
     """Time a large matrix product and a large copy in PyTorch, the references for percentages."""
     nbytes = min(nbytes, memory.free_memory(device) // COPIED_SHARE)
-    clock = Clock(device)
-    with clock.stage():
+    clock = StepTimer(device)
+    with clock.capture_stream():
         a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))
         source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         steps: dict[str, Step] = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
-        prepared = {name: clock.prepared(step) for name, step in steps.items()}
-        times = interleaved(prepared, clock, repeats=10, warmup=3)
+        prepared = {name: clock.prepare_step(step) for name, step in steps.items()}
+        times = time_in_turns(prepared, clock, repeats=10, warmup=3)
     matmul, copy = times["product"], times["copy"]
     rate, labels = 2 * side**3 / matmul.median / 1e12, {"side": side, "dtype": dtype}
-    yield Number("matrix product", rate, "TFLOP/s", labels, spread=matmul.spread)
+    yield MeasuredNumber("matrix product", rate, "TFLOP/s", labels, spread=matmul.spread)
     rate = 2 * nbytes / copy.median / 1e9
-    yield Number("copy, bytes read and written", rate, "GB/s", {"bytes": nbytes}, spread=copy.spread)
+    yield MeasuredNumber("copy, bytes read and written", rate, "GB/s", {"bytes": nbytes}, spread=copy.spread)
 
 
-def fp8(
+def fp8_case(
     device: torch.device,
     *,
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
-    shapes: tuple[Shape, ...] = ((2, 1000, 4, 128), (1, 200, 2, 40)),
-) -> Iterator[Number]:
+    shapes: tuple[TensorShape, ...] = ((2, 1000, 4, 128), (1, 200, 2, 40)),
+) -> Iterator[MeasuredNumber]:
     """Convert K/V to e4m3 and back; count bits that differ from the CPU's own code."""
     for dtype, shape in product(dtypes, shapes):
         labels = {"dtype": dtype, "shape": "x".join(map(str, shape))}
         for part, count in fp8_differences(fp8_inputs(shape, DTYPES[dtype]), device).items():
-            yield Number(f"wrong {part}", count, "elements", labels, limit=0)
+            yield MeasuredNumber(f"wrong {part}", count, "elements", labels, limit=0)
 
 
-def fp8_inputs(shape: Shape, dtype: torch.dtype) -> Tensor:
+def fp8_inputs(shape: TensorShape, dtype: torch.dtype) -> Tensor:
     """Return numbers of many sizes, zeros, one NaN and one infinity, on the CPU, with strided heads."""
     batch, tokens, heads, dim = shape
     wide = torch.randn(batch, tokens, heads, 2 * dim)
@@ -106,16 +108,16 @@ def fp8_inputs(shape: Shape, dtype: torch.dtype) -> Tensor:
 def fp8_differences(x: Tensor, device: torch.device) -> dict[str, int]:
     """Count codes, scales and decoded numbers that differ between the kernels and the CPU's code."""
     codes, scales = fp8_buffers(x, x.device)
-    Scaled().encode(x, (codes, scales))
+    ScaledWire().encode(x, (codes, scales))
     back = torch.empty(x.shape, dtype=x.dtype)
-    Scaled().decode((codes, scales), back)
+    ScaledWire().decode((codes, scales), back)
     on_device = x.to(device) if device.type != "cpu" else x  # a copy would lose the strides
     ours, our_scales = fp8_buffers(x, device)
     quantize(on_device, ours, our_scales)
     returned = torch.full(x.shape, torch.nan, dtype=x.dtype, device=device)
     dequantize(ours, our_scales, returned)
     pairs = {"codes": (ours, codes), "scales": (our_scales, scales), "numbers": (returned, back)}
-    return {name: differing(*pair) for name, pair in pairs.items()}
+    return {name: count_differing_bits(*pair) for name, pair in pairs.items()}
 
 
 def fp8_buffers(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -124,13 +126,13 @@ def fp8_buffers(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return codes, torch.full(scale_shape((x.shape[0], *x.shape[1:])), torch.nan, device=device)
 
 
-def differing(ours: Tensor, other: Tensor) -> int:
+def count_differing_bits(ours: Tensor, other: Tensor) -> int:
     """Return the number of elements with different bits; all NaNs are equal."""
     a, b = ours.cpu().float(), other.cpu().float()
     return int((((a != b) | (a.signbit() != b.signbit())) & ~(a.isnan() & b.isnan())).sum())
 
 
-def local_world(
+def local_world_case(
     device: torch.device,
     *,
     world: int = 4,
@@ -139,7 +141,7 @@ def local_world(
     head_dim: int = 128,
     dtype: str = "bfloat16",
     repeats: int = 10,
-) -> Iterator[Number]:
+) -> Iterator[MeasuredNumber]:
     """Compare a causal zigzag ring of virtual ranks with one rank on one device: the overhead of hops."""
     seqlen = world * tokens
     inputs = [torch.randn(1, seqlen, heads, head_dim, device=device).to(DTYPES[dtype]) for _ in range(4)]
@@ -152,36 +154,42 @@ def local_world(
             # Shard outside the timed step, because ranks keep their shards in training.
             shards = [[layout.shard(x, rank) for x in inputs] for rank in range(count)]
             step: Callable[[], Any]
-            for pass_name in MOST_TIMES:
-                step = partial(ranks.run, partial(pass_of_a_rank, shards, layout, backward=pass_name != "forward"))
+            for pass_name in MAX_TIME_RATIOS:
+                step = partial(ranks.run, partial(rank_pass, shards, layout, backward=pass_name != "forward"))
                 steps[f"{pass_name}:{name}"] = step
             results.append([layout.unshard(parts) for parts in zip(*step(), strict=True)])
-        yield Number("difference from one rank", distance(*results), "relative", labels, AGREE[dtype])
+        yield MeasuredNumber(
+            "difference from one rank", relative_distance(*results), "relative", labels, AGREEMENT_LIMITS[dtype]
+        )
         del results
-        times = interleaved(steps, Clock(device), repeats=repeats)
-    for pass_name, max_ratio in MOST_TIMES.items():
+        times = time_in_turns(steps, StepTimer(device), repeats=repeats)
+    for pass_name, max_ratio in MAX_TIME_RATIOS.items():
         ring_time, alone_time = times[f"{pass_name}:ring"], times[f"{pass_name}:one rank"]
         for name, samples in (("ring", ring_time), ("one rank", alone_time)):
-            yield Number(f"{pass_name} time", samples.median * 1e3, "ms", {**labels, "by": name}, spread=samples.spread)
+            yield MeasuredNumber(
+                f"{pass_name} time", samples.median * 1e3, "ms", {**labels, "by": name}, spread=samples.spread
+            )
         limit = max_ratio if device.type == "cuda" else None
-        yield Number(f"{pass_name}, ring over one rank", ring_time.median / alone_time.median, "times", labels, limit)
+        yield MeasuredNumber(
+            f"{pass_name}, ring over one rank", ring_time.median / alone_time.median, "times", labels, limit
+        )
 
 
-def pass_of_a_rank(shards: list[list[Tensor]], layout: Layout, group: LocalGroup, *, backward: bool) -> Any:
+def rank_pass(shards: list[list[Tensor]], layout: Layout, group: LocalGroup, *, backward: bool) -> Any:
     """Return out, or out, dq, dk and dv, of one virtual rank."""
     attend, (*inputs, dout) = partial(ring_attention, layout=layout, group=group, causal=True), shards[group.rank()]
     return forward_backward(attend, inputs, dout) if backward else attend(*inputs)
 
 
-def right(backend: str, dtype: str, head_dim: int, **more: Any) -> tuple[str, Run]:
+def accuracy_entry(backend: str, dtype: str, head_dim: int, **more: Any) -> tuple[str, CaseFunction]:
     """Return the case that checks every kernel of a backend against float64."""
-    run = partial(accuracy.accuracy, backend=backend, dtype=dtype, head_dim=head_dim, **more)
+    run = partial(accuracy.accuracy_case, backend=backend, dtype=dtype, head_dim=head_dim, **more)
     return f"right {'' if backend == 'triton' else f'{backend} '}{dtype} D{head_dim}", run
 
 
-def rings(transport: str, world: int) -> tuple[str, Run]:
+def rings_entry(transport: str, world: int) -> tuple[str, CaseFunction]:
     """Return the case that runs every kind of call over a transport."""
-    return f"{transport}-{world}", partial(calls.drawn_calls, transport=transport, world=world)
+    return f"{transport}-{world}", partial(call_cases.measure_calls, transport=transport, world=world)
 
 
 SMALLEST_HOPPER: dict[str, Any] = {
@@ -191,67 +199,73 @@ SMALLEST_HOPPER: dict[str, Any] = {
 """Smallest problem that cycles once through every shared-memory ring of the Hopper kernels, with bounds."""
 INTERPRETED = {"seqlen": 80, "heads": (2, 1)}
 WORLDS = (1, 3)  # one launch, or three shards with a first, a middle and a last hop
-CASES: dict[str, dict[str, Run]] = {
+CASES: dict[str, dict[str, CaseFunction]] = {
     "cuda": dict(
         [
-            ("launches", launches),
+            ("launches", launch_case),
             *(
-                right("triton", dtype, dim, full_worlds=WORLDS if dim == 128 else (1,))
+                accuracy_entry("triton", dtype, dim, full_worlds=WORLDS if dim == 128 else (1,))
                 for dtype in ("bfloat16", "float16")
                 for dim in (128, 64, 256, 40)
             ),
-            right("triton", "float32", 64),
-            right("triton", "bfloat16", 192, head_dim_v=128, seqlen=997, heads=(3, 3)),
+            accuracy_entry("triton", "float32", 64),
+            accuracy_entry("triton", "bfloat16", 192, head_dim_v=128, seqlen=997, heads=(3, 3)),
             *(
-                right(backend, dtype, dim, full_worlds=WORLDS)
+                accuracy_entry(backend, dtype, dim, full_worlds=WORLDS)
                 for backend in accuracy.BACKENDS
                 for dtype, dim in (("bfloat16", 128), ("float16", 64))
             ),
-            ("ceilings", ceilings),
-            ("targets", speed.targets),
-            *(rings(*place) for place in (("local", 4), ("nccl", 1), ("nccl", 2), ("nccl", 4), ("nccl_one_sided", 2))),
-            ("compiled", gpu.compiled),
-            ("captured", gpu.captured),
-            *((f"killed {name}", partial(gpu.killed, transport=name)) for name in ("nccl_one_sided", "nccl")),
-            ("smallest hopper", partial(accuracy.accuracy, **SMALLEST_HOPPER)),
-            ("fp8", fp8),
-            ("LocalWorld", local_world),
+            ("ceilings", ceilings_case),
+            ("targets", speed.measure_targets),
+            *(
+                rings_entry(*place)
+                for place in (("local", 4), ("nccl", 1), ("nccl", 2), ("nccl", 4), ("nccl_one_sided", 2))
+            ),
+            ("compiled", gpu_cases.torch_compile_case),
+            ("captured", gpu_cases.capture_case),
+            *(
+                (f"killed {name}", partial(gpu_cases.killed_rank_case, transport=name))
+                for name in ("nccl_one_sided", "nccl")
+            ),
+            ("smallest hopper", partial(accuracy.accuracy_case, **SMALLEST_HOPPER)),
+            ("fp8", fp8_case),
+            ("LocalWorld", local_world_case),
         ]
     ),
     "cpu": dict(
         [
-            ("launches", partial(launches, dtype="float32", seqlen=80)),
-            *(right("aten", dtype, 64, seqlen=512) for dtype in ("float32", "bfloat16", "float16")),
-            right("triton", "float32", 64, **INTERPRETED),
-            right("triton", "float16", 40, **INTERPRETED),
-            right("single_pass", "float16", 40, **INTERPRETED),
-            ("ceilings", partial(ceilings, side=2048, dtype="float32", nbytes=1 << 28)),
-            ("fp8", partial(fp8, dtypes=("float32", "float16"), shapes=((1, 200, 2, 40),))),
-            ("LocalWorld", partial(local_world, tokens=512, heads=8, head_dim=64, dtype="float32", repeats=5)),
+            ("launches", partial(launch_case, dtype="float32", seqlen=80)),
+            *(accuracy_entry("aten", dtype, 64, seqlen=512) for dtype in ("float32", "bfloat16", "float16")),
+            accuracy_entry("triton", "float32", 64, **INTERPRETED),
+            accuracy_entry("triton", "float16", 40, **INTERPRETED),
+            accuracy_entry("single_pass", "float16", 40, **INTERPRETED),
+            ("ceilings", partial(ceilings_case, side=2048, dtype="float32", nbytes=1 << 28)),
+            ("fp8", partial(fp8_case, dtypes=("float32", "float16"), shapes=((1, 200, 2, 40),))),
+            ("LocalWorld", partial(local_world_case, tokens=512, heads=8, head_dim=64, dtype="float32", repeats=5)),
         ]
     ),
 }
 """Cases by kind of device and by name. On the CPU, Triton's interpreter runs the kernels, and they are not timed."""
 
 
-def main(name: str, run: Run, device: torch.device, file: str) -> int:
+def main(name: str, run: CaseFunction, device: torch.device, file: str) -> int:
     """Run a case and write its result after every number; return the exit code."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device
     torch.manual_seed(0)  # every run draws the same inputs
-    about, numbers = provenance(device), list[Number]()
+    about, numbers = provenance(device), list[MeasuredNumber]()
     try:
         for number in run(device):
             numbers.append(number)
-            write_json(file, result_of(f"bench suite: {name}", numbers, about).as_json())
-    except (NotHere, torch.OutOfMemoryError) as missing:
+            write_json(file, case_result(f"bench suite: {name}", numbers, about).as_json())
+    except (CaseUnavailableError, torch.OutOfMemoryError) as missing:
         print(missing)
         return os.EX_UNAVAILABLE
-    result = result_of(f"bench suite: {name}", numbers, about)
+    result = case_result(f"bench suite: {name}", numbers, about)
     print(result.text())
     return 1 if result.failed else 0
 
 
 if __name__ == "__main__":
-    here = device_here(None)
+    here = resolve_device(None)
     sys.exit(main(sys.argv[1], CASES[here.type][sys.argv[1]], here, sys.argv[2]))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import flags
-from ..common.output import check_targets, prints, write_json
-from ..common.ranks import member
-from ..common.result import Result, finish
-from ..common.theme import picture
+from ..common.output import check_writable, is_printing_rank, write_json
+from ..common.ranks import launched_rank
+from ..common.result import Result, finish_command
+from ..common.theme import parse_picture_path
 
 if TYPE_CHECKING:
     from .events import Timeline
@@ -21,9 +21,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def timeline(
+def timeline_command(
     world: Annotated[int | None, typer.Option(min=1, help="Ranks; default: 2, or the launcher's.")] = None,
-    seqlen: Annotated[Any, typer.Option(parser=flags.size, metavar="SIZE", help="Total tokens.")] = "8k",
+    seqlen: Annotated[Any, typer.Option(parser=flags.parse_size_text, metavar="SIZE", help="Total tokens.")] = "8k",
     batch: flags.Batch = 1,
     heads: flags.Heads = 8,
     kv_heads: flags.KvHeads = None,
@@ -37,7 +37,10 @@ def timeline(
     device: flags.DeviceFlag = "",
     trace: flags.Trace = None,
     out: Annotated[
-        Any, typer.Option(parser=picture, metavar="FILE", help="Draw the timeline to a .svg, .png or .pdf file.")
+        Any,
+        typer.Option(
+            parser=parse_picture_path, metavar="FILE", help="Draw the timeline_command to a .svg, .png or .pdf file."
+        ),
     ] = None,
     json: flags.Json = None,
     csv: flags.Csv = None,
@@ -47,32 +50,32 @@ def timeline(
     Without a launcher it starts virtual ranks on the GPU, or processes if there is no GPU.
     """
     from ..common.attention import AttentionConfig
-    from . import runs
+    from . import record
     from .events import as_chrome
 
-    place, ranks = member(), flags.resolve_world(world, DEFAULT_WORLD)
-    device, kv_heads = flags.device_name(device), flags.kv_heads_of(heads, kv_heads)
+    place, ranks = launched_rank(), flags.resolve_world(world, DEFAULT_WORLD)
+    device, kv_heads = flags.parse_device_kind(device), flags.resolve_kv_heads(heads, kv_heads)
     if seqlen < ranks:
         raise typer.BadParameter(f"--seqlen is {seqlen}: it must be at least one token for each of {ranks} ranks")
     problem = AttentionConfig(
         seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value,
         flags.resolve_threads(threads, ranks), seed, device,
     )  # fmt: skip
-    check_targets(out)
-    recorded = runs.measured(place, problem, repeats)
-    if recorded is None or not prints():
+    check_writable(out)
+    recorded = record.run_timeline(place, problem, repeats)
+    if recorded is None or not is_printing_rank():
         return
     if trace is not None:
         write_json(trace, as_chrome(recorded))
     if out is not None:
         from ..common.theme import write_figure
-        from .drawing import draw
+        from .drawing import draw_timeline_figure
 
-        write_figure(draw([recorded]), out, dpi=140)
-    finish(result_of(recorded), json, csv)
+        write_figure(draw_timeline_figure([recorded]), out, dpi=140)
+    finish_command(timeline_result(recorded), json, csv)
 
 
-def result_of(timeline: Timeline) -> Result:
+def timeline_result(timeline: Timeline) -> Result:
     """Return how much time each rank spent on each lane."""
     from .events import LANES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..common.theme import LIGHT, themed
+from ..common.theme import LIGHT, use_theme
 from .events import LANES, Event, Timeline, lane_order
 
 ROWS = {"compute": 1.0, "send": 0.42, "receive": 0.42}
@@ -26,7 +26,7 @@ class LaneBox(NamedTuple):
     height: float
 
 
-def rows_of(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], LaneBox], float]:
+def lane_boxes(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], LaneBox], float]:
     """Return the row of every (rank, lane) for all timelines, and the total height; slots only for few ranks."""
     world = max(timeline.world for timeline in timelines)
     lanes = {event.lane for timeline in timelines for event in timeline.events} - set(LANES)
@@ -42,13 +42,13 @@ def rows_of(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], LaneBo
     return rows, top - GAP
 
 
-def draw(timelines: Sequence[Timeline]) -> Any:
+def draw_timeline_figure(timelines: Sequence[Timeline]) -> Any:
     """Draw timelines below each other on one time axis."""
     from matplotlib.figure import Figure
 
-    rows, units = rows_of(timelines)
+    rows, units = lane_boxes(timelines)
     end = max(timeline.seconds for timeline in timelines) * MILLI or 1.0
-    with themed():
+    with use_theme():
         height = len(timelines) * (units * INCH_PER_UNIT + 0.45) + 0.75
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
@@ -59,7 +59,7 @@ def draw(timelines: Sequence[Timeline]) -> Any:
     return figure
 
 
-def heading(timeline: Timeline) -> str:
+def timeline_heading(timeline: Timeline) -> str:
     """Return a heading such as ``measured: causal, zigzag, …; 812 ms, ranks compute 96% of it``."""
     total = timeline.seconds * timeline.world
     computing = sum(event.seconds for event in timeline.events if event.lane == "compute") / total if total else 0.0
@@ -68,7 +68,7 @@ def heading(timeline: Timeline) -> str:
 
 
 def _draw_one(axes: Any, timeline: Timeline, rows: dict[tuple[int, str], LaneBox], units: float, end: float) -> None:
-    axes.set_title(heading(timeline), loc="left", fontsize=9.5)
+    axes.set_title(timeline_heading(timeline), loc="left", fontsize=9.5)
     across = axes.get_yaxis_transform()
     for (rank, lane), row in rows.items():
         if lane != "wait":

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...kernels.files import converted
+from ...kernels.json_files import convert_json
 
 SCHEMA = "ringattn timeline 2"
 LANES = ("compute", "wait", "send", "receive")
@@ -66,7 +66,7 @@ class Timeline:
         return max((event.end for event in self.events), default=0.0)
 
 
-def alike(one: Timeline, other: Timeline) -> bool:
+def is_same_call(one: Timeline, other: Timeline) -> bool:
     """Return True if both timelines describe their call and the calls are equal, on whatever machine."""
     call, other_call = one.about.get("call"), other.about.get("call")
     if not (isinstance(call, dict) and isinstance(other_call, dict) and call and other_call):
@@ -119,7 +119,7 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
     except (KeyError, TypeError) as error:
         raise ValueError(f"this timeline is damaged: {type(error).__name__}: {error}") from None
     fields = {name: value for name, value in about.items() if name != "schema"} | {"events": events}
-    timeline: Timeline = converted(Timeline, fields, "timeline")
+    timeline: Timeline = convert_json(Timeline, fields, "timeline")
     if timeline.world > MOST_RANKS:
         raise ValueError(f"timeline.world is {timeline.world}: it must be at most {MOST_RANKS}")
     return timeline

@@ -32,9 +32,9 @@ PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 1, 4: 2, 5: 4, 6: 8}
 BITS_PER_BYTE = 8
 # Reached over nominal rate: copy engines on NVLink 4, and the middle of reported values for PCIe 5 x16 and 400G
 # InfiniBand.
-NVLINK_REACHED = 380 / 450
-PCIE_REACHED = 52.5 / 64
-NETWORK_REACHED = 47 / 50
+NVLINK_EFFICIENCY = 380 / 450
+PCIE_EFFICIENCY = 52.5 / 64
+NETWORK_EFFICIENCY = 47 / 50
 
 # Path between two devices of one host, by the number of common PCIe ancestors; see `DeviceInfo.pcie`.
 _SHARED = ("between sockets", "inside a socket", "host bridge")
@@ -107,7 +107,7 @@ class Link(NamedTuple):
     """Link between two ranks."""
 
     kind: str
-    """``nvlink``, ``pcie``, ``network``, ``one gpu`` or ``host memory``."""
+    """``nvlink``, ``pcie``, ``network_link``, ``one gpu`` or ``host memory``."""
     text: str
     gigabytes_per_second: float | None
     """Expected per direction; None if unknown."""
@@ -131,10 +131,10 @@ def link_between(a: DeviceInfo, b: DeviceInfo) -> Link:
         return Link("host memory", "host memory", None)
     if a.gpu == b.gpu:
         return Link("one gpu", "one GPU", None)
-    depth = min(shared(a.pcie, b.pcie), _SWITCH_DEPTH)
+    depth = min(count_shared_ancestors(a.pcie, b.pcie), _SWITCH_DEPTH)
     text = "one switch" if depth == _SWITCH_DEPTH else _SHARED[depth]
     slots = [device.pcie_gigabytes for device in (a, b) if device.pcie_gigabytes is not None]
-    rate = min(slots) * PCIE_REACHED if len(slots) == 2 else None
+    rate = min(slots) * PCIE_EFFICIENCY if len(slots) == 2 else None
     return Link("pcie", f"PCIe, {text if a.pcie and b.pcie else 'unknown path'}", rate, _SWITCH_DEPTH - depth)
 
 
@@ -145,14 +145,14 @@ def pairs_by_link(devices: Iterable[DeviceInfo]) -> dict[str, int]:
     return dict(Counter(pairs))
 
 
-def network(ends: Iterable[tuple[Nic | None, int]]) -> Link:
+def network_link(ends: Iterable[tuple[Nic | None, int]]) -> Link:
     """Return the network link between two NICs, each given with the number of ranks that share it."""
     ends = [*ends]
     rates = [nic.gigabits / sharers if nic is not None and nic.gigabits else None for nic, sharers in ends]
     names = " - ".join(dict.fromkeys("unknown NIC" if nic is None else nic.name for nic, _ in ends))
     known = [rate for rate in rates if rate is not None]
     all_known = len(known) == len(rates)
-    rate = min(known) / BITS_PER_BYTE * NETWORK_REACHED if all_known else None
+    rate = min(known) / BITS_PER_BYTE * NETWORK_EFFICIENCY if all_known else None
     return Link("network", names, rate, _SWITCH_DEPTH + 1)
 
 
@@ -167,14 +167,15 @@ def nearest_nics(devices: Sequence[DeviceInfo]) -> list[Nic | None]:
     chosen: list[Nic | None] = []
     for device in devices if nics else ():
         best = max(
-            range(len(nics)), key=lambda i: (shared(device.pcie, nics[i].pcie), nics[i].gigabits or 0, -load[i], -i)
+            range(len(nics)),
+            key=lambda i: (count_shared_ancestors(device.pcie, nics[i].pcie), nics[i].gigabits or 0, -load[i], -i),
         )
         load[best] += 1
         chosen.append(nics[best])
     return chosen or [None] * len(devices)
 
 
-def shared(a: Sequence[str], b: Sequence[str]) -> int:
+def count_shared_ancestors(a: Sequence[str], b: Sequence[str]) -> int:
     """Return the number of common ancestors, counted from the root."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
@@ -183,28 +184,28 @@ def _nvlink(a: DeviceInfo, b: DeviceInfo) -> Link | None:
     joined = a.host == b.host or (a.fabric is not None and a.fabric == b.fabric)
     if not joined or (a.gpu is not None and a.gpu == b.gpu and a.host == b.host):
         return None
-    ends = [link for mine in (_to(a, SWITCH), _to(b, SWITCH)) for link in mine[:1]]
+    ends = [link for mine in (_links_to(a, SWITCH), _links_to(b, SWITCH)) for link in mine[:1]]
     switched = len(ends) == 2
     if not switched and a.host == b.host:  # one end is enough, because a container may hide the other's address
-        ends = _to(a, *b.pcie[-1:]) + _to(b, *a.pcie[-1:])
+        ends = _links_to(a, *b.pcie[-1:]) + _links_to(b, *a.pcie[-1:])
     if not ends or (a.host != b.host and not switched):
         return None
     links = min(end.links for end in ends)
     version = min((end.version for end in ends if end.version is not None), default=None)
     nominal = None if version is None else NVLINK_GB_PER_S.get(version)
     text = f"NVLink {version or '?'} x{links}{' switch' * switched}"
-    return Link("nvlink", text, None if nominal is None else nominal * links * NVLINK_REACHED)
+    return Link("nvlink", text, None if nominal is None else nominal * links * NVLINK_EFFICIENCY)
 
 
-def _to(device: DeviceInfo, *peers: str) -> list[NvLink]:
+def _links_to(device: DeviceInfo, *peers: str) -> list[NvLink]:
     return [link for link in device.nvlinks if link.peer in peers]
 
 
 SYS = Path("/sys")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-MOST_LINKS = 36  # highest number of NVLinks of any GPU so far
+MAX_NVLINKS = 36  # highest number of NVLinks of any GPU so far
 # NVML's numbers of the NVLink generations 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0 and 6.0, from its header.
-GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
+NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
 REMOTE_IS_SWITCH = 2
 FABRIC_READY = 3
 # Reasons for reduced clocks, by bit; from NVML's header.
@@ -235,11 +236,11 @@ READINGS: dict[str, Query] = {
 """Readings that change while a GPU works, in MHz, watts, degrees Celsius or as names of throttle reasons."""
 
 
-class NoNvml(RuntimeError):
+class NvmlUnavailableError(RuntimeError):
     """NVML cannot be used. The message has the reason and what to install."""
 
 
-def library() -> Any:
+def load_nvml() -> Any:
     """Return the initialised `pynvml` module.
 
     Raises:
@@ -248,31 +249,33 @@ def library() -> Any:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        raise NoNvml("pynvml is not installed; run pip install nvidia-ml-py") from None
+        raise NvmlUnavailableError("pynvml is not installed; run pip install nvidia-ml-py") from None
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise NoNvml(f"NVML finds no driver ({type(error).__name__}: {error})") from None
+        raise NvmlUnavailableError(f"NVML finds no driver ({type(error).__name__}: {error})") from None
     return nvml
 
 
-def handle(device: torch.device) -> tuple[Any, Any]:
+def nvml_handle(device: torch.device) -> tuple[Any, Any]:
     """Return `pynvml` and NVML's handle of a torch device, matched by UUID.
 
     Raises:
         NoNvml: NVML is missing, the device is not a GPU, or NVML does not know the GPU.
     """
     if device.type != "cuda":
-        raise NoNvml(f"{device} is not a GPU")
-    nvml = library()
-    uuid = uuid_of(device)
+        raise NvmlUnavailableError(f"{device} is not a GPU")
+    nvml = load_nvml()
+    uuid = device_uuid(device)
     try:
         return nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError as error:
-        raise NoNvml(f"NVML knows no {uuid}, which torch calls {device} ({type(error).__name__})") from None
+        raise NvmlUnavailableError(
+            f"NVML knows no {uuid}, which torch calls {device} ({type(error).__name__})"
+        ) from None
 
 
-def uuid_of(device: torch.device) -> str:
+def device_uuid(device: torch.device) -> str:
     """Return the UUID of a torch device in NVML's format."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
@@ -284,10 +287,10 @@ def driver_version() -> str:
     Raises:
         NoNvml: NVML cannot be used.
     """
-    return _text(library().nvmlSystemGetDriverVersion())
+    return _text(load_nvml().nvmlSystemGetDriverVersion())
 
 
-class Reader:
+class GpuReader:
     """Reads the clocks of one device. Each call returns a dict of those `READINGS` that the device supports.
 
     The device is looked up once. A reading costs a few driver calls, or nothing without a driver.
@@ -298,8 +301,8 @@ class Reader:
         """Reason why nothing can be read, or None."""
         self._queries: dict[str, Query] = {}
         try:
-            self._nvml, self._gpu = handle(device)
-        except NoNvml as error:
+            self._nvml, self._gpu = nvml_handle(device)
+        except NvmlUnavailableError as error:
             self.reason = str(error)
         else:
             self._queries = dict(READINGS)
@@ -322,12 +325,12 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
 
 def device_info(device: torch.device, *, sys: Path = SYS) -> DeviceInfo:
     """Return the known facts about a device of this process."""
-    host, nics = host_name(), nics_of(sys)
+    host, nics = host_name(), list_host_nics(sys)
     if device.type != "cuda":
         return DeviceInfo(host, nics=nics, unknown=f"{device} is not a GPU")
-    known: dict[str, Any] = {"gpu": uuid_of(device), "name": torch.cuda.get_device_name(device)}
+    known: dict[str, Any] = {"gpu": device_uuid(device), "name": torch.cuda.get_device_name(device)}
     try:
-        nvml, gpu = handle(device)
+        nvml, gpu = nvml_handle(device)
         bus = _address(nvml.nvmlDeviceGetPciInfo(gpu).busId)
         known["index"] = _query(nvml, lambda: int(nvml.nvmlDeviceGetIndex(gpu)))
         known["nvlinks"] = tuple(_nvlinks(nvml, gpu))
@@ -361,7 +364,7 @@ def pcie_path(device: Path) -> tuple[str, ...]:
     return (f"numa{node if node.isdigit() else ''}", *path)
 
 
-def nics_of(sys: Path = SYS) -> tuple[Nic, ...]:
+def list_host_nics(sys: Path = SYS) -> tuple[Nic, ...]:
     """Return the InfiniBand and RoCE adapters of this host, and its other Ethernet interfaces."""
     nics = [
         Nic(entry.name, _infiniband_rate(entry), pcie_path(entry / "device"))
@@ -387,14 +390,14 @@ def _infiniband_rate(adapter: Path) -> float | None:
 def _nvlinks(nvml: Any, gpu: Any) -> Iterator[NvLink]:
     """Yield the active links, counted by peer."""
     links: Counter[tuple[str, int | None]] = Counter()
-    for number in range(MOST_LINKS):
+    for number in range(MAX_NVLINKS):
         if not _query(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkState(gpu, number)):  # type: ignore[misc]
             continue
         peer = _query(nvml, lambda number=number: _peer(nvml, gpu, number))  # type: ignore[misc]
         if peer is None:
             continue  # a link without a known peer is of no use
         version = _query(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkVersion(gpu, number))  # type: ignore[misc]
-        links[peer, None if version is None else GENERATIONS.get(version)] += 1
+        links[peer, None if version is None else NVLINK_GENERATIONS.get(version)] += 1
     for (peer, version), count in links.items():
         yield NvLink(peer, count, version)
 

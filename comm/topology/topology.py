@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kinds import RANKS, shown
-from ..checked import NODES
+from ...validators import RANKS, short_repr
+from ..arg_checks import NODES
 from ..control import Control
-from .nvml import DeviceInfo, Link, Nic, device_info, link_between, nearest_nics, network
+from .nvml import DeviceInfo, Link, Nic, device_info, link_between, nearest_nics, network_link
 
-EXACT = 8  # largest number of ranks of a node for which all cycles are tried
-PRINTED = 16  # largest number of nodes, rails, or ranks per line that are printed without leaving out the middle
+MAX_EXHAUSTIVE_RANKS = 8  # largest number of ranks of a node for which all cycles are tried
+MAX_PRINTED_ITEMS = (
+    16  # largest number of nodes, rails, or ranks per line that are printed without leaving out the middle
+)
 
 
-class Edge(NamedTuple):
+class RingEdge(NamedTuple):
     """One hop of the ring."""
 
     source: int
@@ -45,10 +47,10 @@ class Topology:
     """Device of each rank, or empty if unknown. Topologies of the same order are equal, whatever their devices."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", NODES.of("nodes", self.nodes))
+        object.__setattr__(self, "nodes", NODES.check("nodes", self.nodes))
         if not isinstance(self.devices, tuple) or not all(isinstance(device, DeviceInfo) for device in self.devices):
             raise ValueError(
-                f"devices is {shown(self.devices)}; it must be a tuple with the DeviceInfo of every rank, or empty"
+                f"devices is {short_repr(self.devices)}; it must be a tuple with the DeviceInfo of every rank, or empty"
             )
         if self.devices and len(self.devices) != self.world:
             raise ValueError(f"devices has {len(self.devices)} entries for {self.world} ranks; it must have one each")
@@ -56,13 +58,13 @@ class Topology:
     @classmethod
     def flat(cls, world: int) -> Topology:
         """Return a single node with the ring in rank order."""
-        world = RANKS.of("world", world)
+        world = RANKS.check("world", world)
         return cls((tuple(range(world)),))
 
     @classmethod
     def grid(cls, nodes: int, per_node: int) -> Topology:
         """Return ``nodes`` nodes of ``per_node`` ranks each, numbered node by node."""
-        nodes, per_node = RANKS.of("nodes", nodes), RANKS.of("per_node", per_node)
+        nodes, per_node = RANKS.check("nodes", nodes), RANKS.check("per_node", per_node)
         return cls(tuple(tuple(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)))
 
     def to_json(self) -> dict[str, Any]:
@@ -91,7 +93,7 @@ class Topology:
         return _nics(self.devices) if self.devices else (None,) * self.world
 
     @cached_property
-    def edges(self) -> tuple[Edge, ...]:
+    def edges(self) -> tuple[RingEdge, ...]:
         """Pairs (rank, next rank) of the ring with their link.
 
         A two-level ring has the cycle of each node first and then the cycle of each rail. A flat ring has one cycle.
@@ -102,7 +104,7 @@ class Topology:
         rails = zip(*self.nodes, strict=True)
         return (*inside, *(self._edge(a, b, 1) for rail in rails for a, b in _around(rail)))
 
-    def slowest(self, level: int) -> Edge | None:
+    def slowest(self, level: int) -> RingEdge | None:
         """Return the edge of a level with the lowest expected bandwidth, or None if no bandwidth is known."""
         known = [edge for edge in self.edges if edge.level == level and edge.link.gigabytes_per_second is not None]
         return min(known, key=lambda edge: edge.link.gigabytes_per_second or 0.0, default=None)
@@ -111,13 +113,15 @@ class Topology:
         """Return the ring's order, the expected bandwidth of every edge and the rails as text."""
         return "\n".join(_description(self))
 
-    def _edge(self, source: int, destination: int, level: int) -> Edge:
+    def _edge(self, source: int, destination: int, level: int) -> RingEdge:
         if not self.devices:
-            return Edge(source, destination, level, Link("unknown", "unknown", None))
+            return RingEdge(source, destination, level, Link("unknown", "unknown", None))
         link = link_between(self.devices[source], self.devices[destination])
         if link.kind == "network":
-            link = network((self.nics[rank], self._sharers[rank] if level else 1) for rank in (source, destination))
-        return Edge(source, destination, level, link)
+            link = network_link(
+                (self.nics[rank], self._sharers[rank] if level else 1) for rank in (source, destination)
+            )
+        return RingEdge(source, destination, level, link)
 
     @cached_property
     def _sharers(self) -> tuple[int, ...]:
@@ -152,11 +156,11 @@ def ring_topology(devices: Sequence[DeviceInfo]) -> Topology:
     nodes: list[tuple[int, ...]] = []
     for ranks in domains.values():
         pattern = [_name(nics[rank]) for rank in nodes[0]] if nodes else []
-        nodes.append(_node(devices, ranks, nics, pattern))
+        nodes.append(_order_node(devices, ranks, nics, pattern))
     return Topology(tuple(nodes), tuple(devices))
 
 
-def discover(control: Control, device: torch.device) -> Topology:
+def discover_topology(control: Control, device: torch.device) -> Topology:
     """Return the ring through all ranks. All ranks call it together; only rank 0's result has the devices.
 
     Rank 0 decides and sends only the order, because the devices of 1,024 ranks are a megabyte.
@@ -169,12 +173,12 @@ def discover(control: Control, device: torch.device) -> Topology:
         # Send differences, which compress to a tenth of the bytes at 1,024 ranks because they are mostly equal.
         return [len(node) for node in ring.nodes], [b - a for a, b in pairwise((0, *ring.order))]
 
-    steps: Any = control.merged(device_info(device).to_json(), ordered, what="the devices of the ranks")
+    steps: Any = control.gather_merged(device_info(device).to_json(), ordered, what="the devices of the ranks")
     sizes, order = steps[0], accumulate(steps[1])
     return Topology(tuple(tuple(islice(order, size)) for size in sizes), tuple(devices))
 
 
-def _node(
+def _order_node(
     devices: Sequence[DeviceInfo], ranks: Sequence[int], nics: Sequence[Nic | None], pattern: Sequence[str | None]
 ) -> tuple[int, ...]:
     """Return the order of one node; ``pattern`` has the NIC names of the first node's rails."""
@@ -188,7 +192,9 @@ def _node(
     in_order = sorted(ranks, key=natural)
     links = [[link_between(devices[a], devices[b]).rank if a != b else None for b in in_order] for a in in_order]
     kinds = {kind: number for number, kind in enumerate(sorted({kind for row in links for kind in row if kind}))}
-    order = [in_order[at] for at in _cycle(tuple(tuple(kinds[kind] if kind else 0 for kind in row) for row in links))]
+    order = [
+        in_order[at] for at in _find_cycle(tuple(tuple(kinds[kind] if kind else 0 for kind in row) for row in links))
+    ]
     if len(pattern) != len(order):
         return tuple(order)
     # Try the same cycle from every start. The reverse direction is not tried, because ties follow the rails' direction.
@@ -198,12 +204,12 @@ def _node(
 
 
 @lru_cache(maxsize=64)  # most nodes of a cluster have the same links
-def _cycle(grades: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+def _find_cycle(grades: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """Return the best cycle from 0 through all ranks. Higher grades are worse, and ties prefer rank order."""
     count = len(grades)
     if count < 4 or len({grades[a][b] for a, b in combinations(range(count), 2)}) == 1:
         return tuple(range(count))
-    if count <= EXACT:
+    if count <= MAX_EXHAUSTIVE_RANKS:
         return min(
             ((0, *rest) for rest in permutations(range(1, count))),
             key=lambda order: sorted((grades[a][b] for a, b in _around(order)), reverse=True),
@@ -272,6 +278,6 @@ def _rate(link: Link) -> str:
     return "?" if link.gigabytes_per_second is None else f"{link.gigabytes_per_second:.3g}"
 
 
-def _abridged(items: list[str], most: int = PRINTED) -> list[str]:
+def _abridged(items: list[str], most: int = MAX_PRINTED_ITEMS) -> list[str]:
     """Return the items, with an ellipsis in place of the middle of a long list."""
     return items if len(items) <= most else [*items[: most - 4], "…", *items[-3:]]

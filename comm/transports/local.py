@@ -18,14 +18,14 @@ from ..transport import (
     TransportError,
     as_bytes,
     check_messages,
-    decoded,
-    encoded,
+    decode_value,
+    encode_value,
 )
 from ..world import Hub, LocalGroup, Parcel, single_rank
-from .lanes import HostLane, Lane, StreamLane, StreamOrdered
+from .copy_streams import CopyStream, CudaCopyStream, HostCopyStream, StreamOrderedFence
 
 
-class _LocalFence(StreamOrdered):
+class _LocalFence(StreamOrderedFence):
     """Fence of a post: its receives are over, and every receiver has copied the sent tensors."""
 
     def __init__(
@@ -45,20 +45,20 @@ class _LocalFence(StreamOrdered):
     def order(self, stream: torch.cuda.Stream) -> None:
         """Order `stream` after the post."""
         for fence in self._parts():
-            if isinstance(fence, StreamOrdered):
+            if isinstance(fence, StreamOrderedFence):
                 fence.order(stream)
 
     def done(self) -> bool:
         """Return True if the post is over or failed; see `Fence.done`."""
-        if self._hub.failure is not None or self._hub.stopped(self._channel) is not None:
+        if self._hub.failure is not None or self._hub.stop_reason(self._channel) is not None:
             return True
-        taken = [parcel.taken for parcel, _, _ in self._sent]
+        taken = [parcel.copied_fence for parcel, _, _ in self._sent]
         return all(fence is not None and fence.done() for fence in taken) and self._arrived.done()
 
     def _parts(self) -> Iterator[Fence]:
         # Wait for the receivers first, because waiting for `arrived` releases the tensors that they read.
         for parcel, peer, what in self._sent:
-            yield self._hub.taken(parcel, peer, what, self._channel, self._patience)
+            yield self._hub.wait_until_copied(parcel, peer, what, self._channel, self._patience)
         yield self._arrived
 
 
@@ -71,17 +71,22 @@ class LocalTransport(TransportBase):
     name = "local"
 
     def __init__(
-        self, group: LocalGroup, device: torch.device, *, lane: Lane | None = None, patience: float | None = None
+        self,
+        group: LocalGroup,
+        device: torch.device,
+        *,
+        copy_stream: CopyStream | None = None,
+        patience: float | None = None,
     ) -> None:
         self._group = group
         self._hub = group._hub
         self._patience = self._hub.timeout if patience is None else min(patience, self._hub.timeout)
         super().__init__(group.rank(), group.size(), device, min(WARM_UP_SECONDS, self._patience))
-        self._lane = lane or (StreamLane(device) if device.type == "cuda" else HostLane())
+        self._copy_stream = copy_stream or (CudaCopyStream(device) if device.type == "cuda" else HostCopyStream())
         self._channel = next(group.channels)
 
     def mark(self) -> Fence:
-        return self._lane.mark()
+        return self._copy_stream.mark()
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
         """Send and receive, blocking until every peer has posted the sends that match `receives`. See `Transport.post`.
@@ -90,21 +95,23 @@ class LocalTransport(TransportBase):
         """
         self._check()
         check_messages(self, self._device, sends, receives)
-        self._lane.follow(after)
-        ready = self._lane.point()  # the sent tensors are final here, and the receivers copy after this point
+        self._copy_stream.wait_for_fences(after)
+        ready = (
+            self._copy_stream.record_point()
+        )  # the sent tensors are final here, and the receivers copy after this point
         sent = [self._publish(message, ready) for message in sends]
         for message in receives:
             self._receive(message)
-        arrived = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
+        arrived = self._copy_stream.record_point(keep=[message.tensor for message in (*sends, *receives)])
         return _LocalFence(self._hub, self._channel, arrived, sent, self._patience)
 
     def gather(self, value: object) -> list[object]:
         """Gather encoded values, so that the result is the same as between processes. See `Transport.gather`."""
         self._check()
-        data = encoded(value)
+        data = encode_value(value)
         for peer in range(self.size):
             self._hub.put(("value", self._channel, self.rank, peer), data)
-        return [decoded(self._take("value", peer), f"what rank {peer} gathers") for peer in range(self.size)]
+        return [decode_value(self._take("value", peer), f"what rank {peer} gathers") for peer in range(self.size)]
 
     def abort(self, reason: str) -> None:
         """Abort this transport on every rank, because nothing can arrive any more. See `Transport.abort`."""
@@ -115,7 +122,7 @@ class LocalTransport(TransportBase):
         self._open = False
 
     def _check(self) -> None:
-        stopped = self._hub.stopped(self._channel)
+        stopped = self._hub.stop_reason(self._channel)
         if stopped is not None:
             raise TransportError(stopped)
         self._check_open()
@@ -136,9 +143,9 @@ class LocalTransport(TransportBase):
                 f"rank {self.names[self.rank]} expects {destination.numel()} bytes from rank "
                 f"{self.names[message.peer]}, which sent {parcel.tensor.numel()}"
             )
-        self._lane.follow([parcel.ready])  # the sender's compute and the fences in its `after`
-        self._lane.copy(destination, parcel.tensor)
-        self._hub.settle(parcel, self._lane.point())
+        self._copy_stream.wait_for_fences([parcel.ready_fence])  # the sender's compute and the fences in its `after`
+        self._copy_stream.copy(destination, parcel.tensor)
+        self._hub.confirm_copy(parcel, self._copy_stream.record_point())
 
     def _take(self, kind: str, peer: int) -> Any:
         what = f"rank {self.names[self.rank]} waits for {kind} from rank {self.names[peer]}"

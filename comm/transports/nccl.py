@@ -31,9 +31,17 @@ from typing import Any
 import torch
 
 from ..control import Control
-from ..cuda_threads import on_device, start, within
+from ..cuda_threads import on_device, run_with_timeout, start_thread
 from ..groups import Group
-from ..limits import CGA_CLUSTER_SIZE, CLUSTER_VARIABLE, CTA_VARIABLES, CTAS, NO_LIMITS, Limits, environment_ctas
+from ..limits import (
+    CLUSTER_VARIABLE,
+    CTA_VARIABLES,
+    DEFAULT_CLUSTER_SIZE,
+    DEFAULT_CTAS,
+    NO_LIMITS,
+    Limits,
+    environment_ctas,
+)
 from ..registry import PROCESSES, register_transport
 from ..transport import (
     WARM_UP_SECONDS,
@@ -44,7 +52,7 @@ from ..transport import (
     TransportError,
     check_messages,
 )
-from .lanes import StreamFence, StreamLane, passed
+from .copy_streams import CudaCopyStream, StreamFence, wait_until_passed
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +65,10 @@ UNIQUE_ID_BYTES = 128
 LIBRARY = "libnccl.so.2"
 # Matches the NCCL library, but not its plugins (libnccl-net.so, libnccl-tuner.so …).
 LIBRARY_FILE = re.compile(r"libnccl(-[0-9a-f]{8})?\.so[.\d]*")
-MAPS = Path("/proc/self/maps")
+MAPS_FILE = Path("/proc/self/maps")
 
-OVERRIDES = {"channels": CTA_VARIABLES, "ctas": CTA_VARIABLES, "cga_cluster_size": (CLUSTER_VARIABLE,)}
-NOT_BLOCKING = "NCCL_COMM_BLOCKING"
+LIMIT_VARIABLES = {"channels": CTA_VARIABLES, "ctas": CTA_VARIABLES, "cga_cluster_size": (CLUSTER_VARIABLE,)}
+BLOCKING_VARIABLE = "NCCL_COMM_BLOCKING"
 
 
 class _UniqueId(ctypes.Structure):
@@ -90,15 +98,15 @@ def cta_bounds(limits: Limits, environment: Mapping[str, str] = os.environ) -> t
         return limits.channels, limits.channels
     if limits.ctas is None and environment_ctas(environment) is not None:
         return UNDEFINED_INT, UNDEFINED_INT  # with our maximum, NCCL would clip the user's minimum
-    return UNDEFINED_INT, limits.ctas or CTAS
+    return UNDEFINED_INT, limits.ctas or DEFAULT_CTAS
 
 
-def overridden(limits: Limits, environment: Mapping[str, str] = os.environ) -> str | None:
+def find_override(limits: Limits, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return why an environment variable conflicts with these limits or with every communicator of ours, or None."""
-    if environment.get(NOT_BLOCKING) == "0":
-        return f"{NOT_BLOCKING}=0 in the environment makes NCCL's calls return before they are done; unset it"
-    limited = [name for name in OVERRIDES if getattr(limits, name) is not None]
-    names = dict.fromkeys(variable for name in limited for variable in OVERRIDES[name])
+    if environment.get(BLOCKING_VARIABLE) == "0":
+        return f"{BLOCKING_VARIABLE}=0 in the environment makes NCCL's calls return before they are done; unset it"
+    limited = [name for name in LIMIT_VARIABLES if getattr(limits, name) is not None]
+    names = dict.fromkeys(variable for name in limited for variable in LIMIT_VARIABLES[name])
     variables = [f"{name}={environment[name]}" for name in names if environment.get(name)]
     if not variables:
         return None
@@ -109,10 +117,10 @@ def overridden(limits: Limits, environment: Mapping[str, str] = os.environ) -> s
 def loaded_libraries(maps: str | None = None) -> list[Path]:
     """Return all NCCL libraries mapped into a process, without duplicates; `maps` defaults to this process's map.
 
-    More than one library is an error; see `several_loaded`.
+    More than one library is an error; see `find_duplicate_nccl`.
     """
     files: dict[tuple[str, str], Path] = {}
-    for line in (MAPS.read_text() if maps is None else maps).splitlines():
+    for line in (MAPS_FILE.read_text() if maps is None else maps).splitlines():
         parts = line.split(maxsplit=5)
         if len(parts) == 6 and LIBRARY_FILE.fullmatch(Path(parts[5].removesuffix(" (deleted)")).name):
             files.setdefault(
@@ -121,7 +129,7 @@ def loaded_libraries(maps: str | None = None) -> list[Path]:
     return [*files.values()]
 
 
-def several_loaded() -> str | None:
+def find_duplicate_nccl() -> str | None:
     """Return an error text if several NCCL libraries are loaded, because torch and CuPy may then use different ones."""
     libraries = loaded_libraries()
     if len(libraries) < 2:
@@ -150,7 +158,7 @@ class ConfiguredCommunicator:
             CONFIG_MAGIC,
             CONFIG_VERSION,
             blocking=1,  # calls of a non-blocking communicator would need polling
-            cgaClusterSize=limits.cga_cluster_size or CGA_CLUSTER_SIZE,
+            cgaClusterSize=limits.cga_cluster_size or DEFAULT_CLUSTER_SIZE,
             minCTAs=least,
             maxCTAs=most,
             netName=None,
@@ -191,7 +199,7 @@ class ConfiguredCommunicator:
 def _library() -> ctypes.CDLL:
     libraries = loaded_libraries()
     if len(libraries) != 1:
-        raise TransportError(several_loaded() or f"{LIBRARY} is not loaded in this process")
+        raise TransportError(find_duplicate_nccl() or f"{LIBRARY} is not loaded in this process")
     # Loading the same file again returns the library that is loaded already.
     library = ctypes.CDLL(str(libraries[0]))
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
@@ -210,7 +218,7 @@ def _library() -> ctypes.CDLL:
 CALL_SECONDS = 10.0
 
 
-def nccl_missing() -> str | None:
+def explain_missing_nccl() -> str | None:
     """Return why CuPy's NCCL cannot be used and what to install, or None if it can. Does not touch a GPU."""
     # torch is loaded already, so CuPy finds torch's NCCL library by name.
     extra = f"cupy-cuda{(torch.version.cuda or '13').split('.')[0]}"
@@ -226,7 +234,7 @@ def nccl_missing() -> str | None:
         return f'CuPy found no NCCL library{reasons and f" ({reasons})"}; run pip install "ringattn[{extra}]"'
     if reasons:
         logger.warning("CuPy: %s", reasons)
-    return several_loaded()
+    return find_duplicate_nccl()
 
 
 class NcclTransport(TransportBase):
@@ -246,7 +254,7 @@ class NcclTransport(TransportBase):
         members: ranks of the group that the communicator joins, in its order; None is all.
         limits: limits on channels, thread blocks and clusters.
         timeout: timeout of opening and of the warm-up, in seconds.
-        lane: stream that transfers run on; None creates one.
+        copy_stream: stream that transfers run on; None creates one.
     """
 
     name = "nccl"
@@ -261,37 +269,37 @@ class NcclTransport(TransportBase):
         members: Sequence[int] | None = None,
         limits: Limits = NO_LIMITS,
         timeout: float = WARM_UP_SECONDS,
-        lane: StreamLane | None = None,
+        copy_stream: CudaCopyStream | None = None,
     ) -> None:
         self._members = {peer: place for place, peer in enumerate(range(size) if members is None else members)}
         if rank not in self._members:
             raise ValueError(f"members is {list(self._members)}; it must contain rank {rank}, which is this rank")
-        refused = limits.refused_by("nccl", *OVERRIDES) or overridden(limits)
+        refused = limits.find_unsupported("nccl", *LIMIT_VARIABLES) or find_override(limits)
         if refused:
             raise ValueError(refused)
-        missing = nccl_missing()
+        missing = explain_missing_nccl()
         if missing:
             raise TransportError(f'transport "nccl": {missing}')
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
         super().__init__(rank, size, device, timeout)
-        self._control, self.names = control.fresh_scope("nccl"), control.names
+        self._control, self.names = control.new_scope("nccl"), control.names
         self.multiprocessors = limits.multiprocessors
-        self._lane = StreamLane(device) if lane is None else lane
+        self._copy_stream = CudaCopyStream(device) if copy_stream is None else copy_stream
         self._last: StreamFence | None = None
-        self._ending = threading.Lock()
-        self._ended = ""  # reason why nothing can be posted any more
-        self._calling = threading.Lock()  # held while a call uses the communicator, which must not be freed then
+        self._end_lock = threading.Lock()
+        self._end_reason = ""  # reason why nothing can be posted any more
+        self._call_lock = threading.Lock()  # held while a call uses the communicator, which must not be freed then
         self._comm: Any = self._join(limits)
         # Without a finalizer, a communicator that nobody closes would never end. It is aborted and not destroyed,
         # because destroying is collective inside a node.
-        self._dropped = weakref.finalize(self, _drop, self._nccl, self._comm, self._calling, device, os.getpid())
+        self._finalizer = weakref.finalize(self, _drop, self._nccl, self._comm, self._call_lock, device, os.getpid())
 
     @property
-    def lane(self) -> StreamLane:
-        return self._lane
+    def copy_stream(self) -> CudaCopyStream:
+        return self._copy_stream
 
     def mark(self) -> StreamFence:
-        return self._lane.mark()
+        return self._copy_stream.mark()
 
     def post(
         self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()
@@ -301,14 +309,14 @@ class NcclTransport(TransportBase):
         for peer, _ in (*sends, *receives):
             if peer not in self._members:
                 raise ValueError(f"peer is {peer}; this communicator joins ranks {list(self._members)}")
-        self._lane.follow(after)
+        self._copy_stream.wait_for_fences(after)
         try:
-            with self._calling:
-                self._enqueue(sends, receives, self._lane.stream.cuda_stream)
+            with self._call_lock:
+                self._enqueue(sends, receives, self._copy_stream.stream.cuda_stream)
         except RuntimeError as error:  # NcclError is one
-            refused = self._ended or f"rank {self.names[self.rank]}: NCCL refused a group of transfers: {error}"
+            refused = self._end_reason or f"rank {self.names[self.rank]}: NCCL refused a group of transfers: {error}"
             raise TransportError(refused) from error
-        self._last = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
+        self._last = self._copy_stream.record_point(keep=[message.tensor for message in (*sends, *receives)])
         return self._last
 
     def _enqueue(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
@@ -332,9 +340,9 @@ class NcclTransport(TransportBase):
 
     def check(self) -> str | None:
         """Return NCCL's asynchronous error, if any. NCCL reports network errors, but no dead peer of the same node."""
-        with self._ending:  # otherwise another thread could free the communicator
+        with self._end_lock:  # otherwise another thread could free the communicator
             try:
-                if not self._ended:
+                if not self._end_reason:
                     self._comm.check_async_error()
             except RuntimeError as error:
                 return f"the nccl transport of rank {self.names[self.rank]}: {error}"
@@ -348,16 +356,16 @@ class NcclTransport(TransportBase):
 
     def close(self) -> None:
         """Destroy the communicator after this rank's transfers, or abort it if they are not over in time."""
-        drained = bool(self._ended) or passed(self._last, self._timeout)
+        drained = bool(self._end_reason) or wait_until_passed(self._last, self._timeout)
         comm = self._end(str(self._closed_error()))
         if comm is None:
             return
-        if not (drained and self._calling.acquire(timeout=self._timeout)):
+        if not (drained and self._call_lock.acquire(timeout=self._timeout)):
             return self._give_up(comm)
-        self._calling.release()  # no new call starts, because the transport has ended
+        self._call_lock.release()  # no new call starts, because the transport has ended
         # destroy() flushes data in the network, which abort() would lose for a slower peer. It may block if a peer of
         # this node died, so it runs in a thread with a timeout.
-        if not within(self._timeout, comm.destroy, self._device, "nccl-destroy"):
+        if not run_with_timeout(self._timeout, comm.destroy, self._device, "nccl-destroy"):
             logger.warning("rank %d: NCCL did not destroy its communicator within %g s", self.rank, self._timeout)
 
     def _join(self, limits: Limits) -> Any:
@@ -375,9 +383,9 @@ class NcclTransport(TransportBase):
                 _abandon(joined)
 
         # If a member fails, the others wait in NCCL for ever. So join in a thread.
-        if not within(self._timeout, join, self._device, "nccl-join"):
+        if not run_with_timeout(self._timeout, join, self._device, "nccl-join"):
             given_up.set()
-            start(partial(_abandon, joined), self._device, "nccl-abandon")
+            start_thread(partial(_abandon, joined), self._device, "nccl-abandon")
             who, members = self.names[self.rank], [self.names[rank] for rank in self._members]
             raise TransportError(f"rank {who}: ranks {members} did not join in {self._timeout:g} s")
         if isinstance(joined[0], Exception):
@@ -397,7 +405,7 @@ class NcclTransport(TransportBase):
         except RuntimeError as error:
             # Publish the error in place of the id, so that no rank waits for it.
             mine = f"NCCL of rank {self.names[first]} could not create a unique id: {error}"
-        ids = self._control.fresh_scope("ids")  # published and not gathered, because only the members need the id
+        ids = self._control.new_scope("ids")  # published and not gathered, because only the members need the id
         if self.rank == first:
             ids.publish(str(first), mine)
         ids_drawn: list[Any] = ids.collect({first: str(first)}, what="the unique ids of NCCL", timeout=self._timeout)
@@ -409,9 +417,9 @@ class NcclTransport(TransportBase):
     @contextmanager
     def _group(self) -> Iterator[Any]:
         """Run the block inside an NCCL group and yield the communicator."""
-        with self._ending:
-            if self._ended:
-                raise TransportError(self._ended)
+        with self._end_lock:
+            if self._end_reason:
+                raise TransportError(self._end_reason)
             comm = self._comm
         self._nccl.groupStart()
         try:
@@ -422,16 +430,16 @@ class NcclTransport(TransportBase):
 
     def _give_up(self, comm: Any) -> None:
         # Use a thread, because the call may never return if a peer died.
-        within(self._timeout, partial(_abort, self._nccl, comm, self._calling), self._device, "nccl-abort")
+        run_with_timeout(self._timeout, partial(_abort, self._nccl, comm, self._call_lock), self._device, "nccl-abort")
 
     def _end(self, why: str) -> Any:
         """Return the communicator to the first caller only, so that it is released exactly once."""
-        with self._ending:
-            if self._ended:
+        with self._end_lock:
+            if self._end_reason:
                 return None
-            self._ended = why
+            self._end_reason = why
             comm, self._comm = self._comm, None
-            self._dropped.detach()
+            self._finalizer.detach()
             return comm
 
 
@@ -462,7 +470,7 @@ def _drop(nccl: Any, comm: Any, calling: threading.Lock, device: torch.device, p
     if os.getpid() != process:  # in a forked process the communicator is the parent's
         return
     if threading.main_thread().is_alive():
-        start(partial(_abort, nccl, comm, calling), device, "nccl-dropped")
+        start_thread(partial(_abort, nccl, comm, calling), device, "nccl-dropped")
         return
     # From Python 3.12 on, no thread starts at exit. End the kernels here, but free nothing, because that may block.
     with on_device(device):
@@ -492,7 +500,7 @@ class ByNodeTransport(NcclTransport):
         self._node = {peer: number for number, node in enumerate(nodes) for peer in node}
         self._inside = NcclTransport(members=nodes[self._node[rank]], **common)
         try:
-            super().__init__(members=[*self._node], lane=self._inside.lane, **common)
+            super().__init__(members=[*self._node], copy_stream=self._inside.copy_stream, **common)
         except BaseException:
             self._inside.abort("the communicator between the nodes could not be opened")
             raise
@@ -502,7 +510,10 @@ class ByNodeTransport(NcclTransport):
     ) -> StreamFence:
         check_messages(self, self._device, sends, receives)  # before either part is sent
         inside, between = (
-            [[message for message in messages if self._near(message) is is_inside] for messages in (sends, receives)]
+            [
+                [message for message in messages if self._is_in_node(message) is is_inside]
+                for messages in (sends, receives)
+            ]
             for is_inside in (True, False)
         )
         if not any(inside):
@@ -511,7 +522,7 @@ class ByNodeTransport(NcclTransport):
         if not any(between):
             return fence
         last = super().post(sends=between[0], receives=between[1])  # the same stream, so it runs after `after`, too
-        last.take_over(fence)
+        last.adopt_tensors(fence)
         return last
 
     def check(self) -> str | None:
@@ -526,7 +537,7 @@ class ByNodeTransport(NcclTransport):
         super().close()
         self._inside.close()
 
-    def _near(self, message: Message) -> bool:
+    def _is_in_node(self, message: Message) -> bool:
         return self._node[message.peer] == self._node[self.rank]
 
 
@@ -543,6 +554,6 @@ register_transport(
     devices=("cuda",),
     ranks=(PROCESSES,),
     preference=30,
-    limits=(*OVERRIDES,),
-    unavailable=lambda group, device, limits: nccl_missing() or overridden(limits),
+    limits=(*LIMIT_VARIABLES,),
+    unavailable=lambda group, device, limits: explain_missing_nccl() or find_override(limits),
 )

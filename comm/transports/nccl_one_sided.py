@@ -45,11 +45,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cuda_threads import within
+from ..cuda_threads import run_with_timeout
 from ..groups import Group
 from ..registry import PROCESSES, register_transport
-from ..transport import Message, TransportError, as_bytes, self_pairs
-from .nccl import ConfiguredCommunicator, NcclTransport, _abort, nccl_missing, overridden
+from ..transport import Message, TransportError, as_bytes, pair_self_messages
+from .nccl import ConfiguredCommunicator, NcclTransport, _abort, explain_missing_nccl, find_override
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ REFUSED = {
 
 def one_sided_missing(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return why NCCL's one-sided calls cannot be used, or None if they can. Does not touch a GPU."""
-    missing = nccl_missing()
+    missing = explain_missing_nccl()
     if missing:
         return missing
     version = importlib.import_module("cupy.cuda.nccl").get_version()
@@ -235,7 +235,7 @@ class NcclOneSidedTransport(NcclTransport):
         try:
             self._together(self._connect, "make its first one-sided calls")
             self._boxes = self.zeros(2 * len(self._members) * BOX_BYTES)
-            self._lane.follow([self.mark()])  # no transfer may write a box before its zeros are written
+            self._copy_stream.wait_for_fences([self.mark()])  # no transfer may write a box before its zeros are written
         except BaseException as error:
             self.abort(f"opening failed: {error}")
             raise
@@ -247,8 +247,8 @@ class NcclOneSidedTransport(NcclTransport):
             TransportError: on every rank, with the window and the rank that cannot allocate it. Nothing stays
                 allocated.
         """
-        if self._ended:
-            raise TransportError(self._ended)
+        if self._end_reason:
+            raise TransportError(self._end_reason)
         sizes = self.gather(nbytes)
         if len({*map(str, sizes)}) > 1:
             raise TransportError(f"the ranks disagree on the bytes of a window, which must be equal: {sizes}")
@@ -288,14 +288,14 @@ class NcclOneSidedTransport(NcclTransport):
 
         No stream of any rank may use the window any more, and all puts into it must have been waited for.
         """
-        window = None if self._ended else self._window(memory)
+        window = None if self._end_reason else self._window(memory)
         if window is not None:
             self._comm.windows.remove(window)
             self._comm.release(window)
 
     def _connect(self) -> None:
         """Make the first one-sided call of both communicators, in which NCCL waits for all ranks."""
-        stream = self._lane.stream.cuda_stream
+        stream = self._copy_stream.stream.cuda_stream
         for comm in (self._comm.data, self._comm.free):
             comm.signal(self._here, stream)
             comm.wait({self._here: 1}, stream)
@@ -310,7 +310,7 @@ class NcclOneSidedTransport(NcclTransport):
             except Exception as error:
                 problems.append(str(error))
 
-        if not within(self._timeout, take, self._device, "nccl-window"):
+        if not run_with_timeout(self._timeout, take, self._device, "nccl-window"):
             problems.append(f"other ranks did not take part within {self._timeout:g} s")
         problem = f"rank {self.names[self.rank]} cannot {what}: {problems[0]}" if problems else None
         failed = [str(text) for text in self.gather(problem) if text]
@@ -322,26 +322,28 @@ class NcclOneSidedTransport(NcclTransport):
         try:
             return _Communicators(data, super()._join(limits))
         except BaseException:
-            within(self._timeout, data.abort, self._device, "nccl-abort")
+            run_with_timeout(self._timeout, data.abort, self._device, "nccl-abort")
             raise
 
     def _communicator(self, *arguments: Any) -> Any:
         return OneSidedCommunicator(*arguments)
 
     def _give_up(self, comm: Any) -> None:
-        if not within(ABORT_SECONDS, partial(_abort, self._nccl, comm, self._calling), self._device, "nccl-abort"):
+        if not run_with_timeout(
+            ABORT_SECONDS, partial(_abort, self._nccl, comm, self._call_lock), self._device, "nccl-abort"
+        ):
             logger.warning("rank %d: a signal never arrived, so the streams end only with the process", self.rank)
 
     def _enqueue(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
-        if self._ended:
-            raise TransportError(self._ended)
+        if self._end_reason:
+            raise TransportError(self._end_reason)
         if torch.cuda.is_current_stream_capturing():
             raise TransportError(
                 "nccl_one_sided cannot be captured into a CUDA graph, because the host counts its signals"
             )
         try:
-            for destination, source in self_pairs(self.rank, sends, receives):
-                self._lane.copy(destination, source)
+            for destination, source in pair_self_messages(self.rank, sends, receives):
+                self._copy_stream.copy(destination, source)
             no_pieces: Pieces = {}
             for outgoing, incoming in zip_longest(
                 self._rounds(sends, True), self._rounds(receives, False), fillvalue=no_pieces
@@ -350,7 +352,7 @@ class NcclOneSidedTransport(NcclTransport):
                 self._put(outgoing, incoming, stream)
         except BaseException:
             # `close` waits for the transfers enqueued so far; their counterparts may never come.
-            self._last = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
+            self._last = self._copy_stream.record_point(keep=[message.tensor for message in (*sends, *receives)])
             raise
 
     def _make_room(self, outgoing: Pieces, incoming: Pieces, stream: int) -> None:
@@ -366,7 +368,7 @@ class NcclOneSidedTransport(NcclTransport):
         """Put the outgoing pieces, and wait for the incoming pieces."""
         boxes = len(self._members)  # number of the first box for incoming data
         for peer, piece in _boxed(outgoing):  # the stream is past the last put from this box
-            self._lane.copy(self._box(peer)[: piece.tensor.nbytes], piece.tensor)
+            self._copy_stream.copy(self._box(peer)[: piece.tensor.nbytes], piece.tensor)
         with self._group() as comm:
             for peer, pieces in outgoing.items():
                 for tensor, window, offset in pieces:
@@ -378,7 +380,7 @@ class NcclOneSidedTransport(NcclTransport):
             if incoming:  # protects readers from data that has not arrived yet
                 comm.data.wait({peer: len(pieces) for peer, pieces in incoming.items()}, stream)
         for peer, piece in _boxed(incoming):
-            self._lane.copy(piece.tensor, self._box(boxes + peer)[: piece.tensor.nbytes])
+            self._copy_stream.copy(piece.tensor, self._box(boxes + peer)[: piece.tensor.nbytes])
 
     def _rounds(self, messages: Sequence[Message], sent: bool) -> list[Pieces]:
         """Return the pieces of all messages by peer, in order, in rounds that use each box once."""
@@ -434,5 +436,5 @@ register_transport(
     devices=("cuda",),
     ranks=(PROCESSES,),
     preference=-1,
-    unavailable=lambda group, device, limits: one_sided_missing() or overridden(limits),
+    unavailable=lambda group, device, limits: one_sided_missing() or find_override(limits),
 )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..control import INTERRUPT_TAG, Control, control_of, receive_nothing
+from ..control import INTERRUPT_TAG, Control, open_control, post_unmatched_receive
 from ..cuda_threads import join_at_exit
 from ..groups import Group
 from ..limits import NO_LIMITS, Limits
@@ -31,31 +31,31 @@ from ..transport import (
     TransportError,
     as_bytes,
     check_messages,
-    self_pairs,
+    pair_self_messages,
 )
 from ..world import LocalGroup
-from .lanes import StreamLane
+from .copy_streams import CudaCopyStream
 
 # Backends of torch.distributed that read memory from the host, so they cannot send CUDA tensors in stream order.
 HOST_BACKENDS = ("gloo", "mpi")
 
 # Zero would mean the group's own timeout.
-AT_ONCE = timedelta(milliseconds=1)
+MIN_TIMEOUT = timedelta(milliseconds=1)
 
 # Time that the exit of the process allows a transfer that cannot be interrupted.
-FAREWELL_SECONDS = 1.0
+EXIT_JOIN_SECONDS = 1.0
 
-Work = Callable[[], None]
+TransferWork = Callable[[], None]
 """Function that blocks until its transfers are over and raises if they failed."""
 
 
 class HostFence:
-    """Fence of transfers that a `HostStream` runs; `wait` blocks until they are over."""
+    """Fence of transfers that a `TransferThread` runs; `wait` blocks until they are over."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
         self._problem: str | None = None
-        self.over_at = 0.0
+        self.finished_at = 0.0
         """Time by `time.perf_counter` when the transfers were over; 0 until then."""
 
     def wait(self) -> None:
@@ -72,11 +72,11 @@ class HostFence:
         """Wake all waiters with the first verdict. The caller holds the stream's lock."""
         if not self._over.is_set():
             self._problem = problem
-            self.over_at = time.perf_counter()
+            self.finished_at = time.perf_counter()
             self._over.set()
 
 
-class HostStream:
+class TransferThread:
     """Runs work in a thread, in the order of `submit`, which never blocks.
 
     The first failure is final: later work fails with the same text, because a failed transfer leaves garbage that must
@@ -89,17 +89,17 @@ class HostStream:
     def __init__(self, name: str, interrupt: Callable[[], bool]) -> None:
         self._name = name
         self._interrupt = interrupt
-        self._ends = True  # False if the thread may not end when asked to
-        self._queue: queue.SimpleQueue[tuple[Work, HostFence] | None] = queue.SimpleQueue()
+        self._is_joinable = True  # False if the thread may not end when asked to
+        self._queue: queue.SimpleQueue[tuple[TransferWork, HostFence] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: deque[HostFence] = deque()  # fences of running and of queued work
         self._running = False
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
-        self.stopped = threading.Event()
+        self.aborted_event = threading.Event()
         """Set by `abort`. Work that only sleeps should wait on this event."""
 
-    def submit(self, work: Work) -> HostFence:
+    def submit(self, work: TransferWork) -> HostFence:
         """Run `work` after all earlier work. Raise `TransportError` if something has failed already."""
         fence = HostFence()
         with self._lock:
@@ -114,22 +114,22 @@ class HostStream:
     def abort(self, problem: str) -> None:
         """Fail all unfinished work at once. Any thread may call it. Idempotent."""
         with self._lock:
-            if self.stopped.is_set():
+            if self.aborted_event.is_set():
                 return
-            self.stopped.set()
+            self.aborted_event.set()
             self._problem = self._problem or problem
             running = self._running
             while self._waiting:
                 self._waiting.popleft().finish(self._problem)
         if running:
-            self._ends = self._interrupt()
+            self._is_joinable = self._interrupt()
 
     def close(self) -> None:
         """End the thread after the queued work."""
         self._queue.put(None)
 
     def _start(self) -> None:
-        _streams().add(self)
+        _transfer_threads().add(self)
         # Use a daemon thread, so that a transfer that cannot be interrupted does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
@@ -141,7 +141,7 @@ class HostStream:
                 self._run_one(*item)
                 del item  # release the tensors
 
-    def _run_one(self, work: Work, fence: HostFence) -> None:
+    def _run_one(self, work: TransferWork, fence: HostFence) -> None:
         with self._lock:
             if self._problem is not None:
                 fence.finish(self._problem)
@@ -165,15 +165,15 @@ class HostStream:
         self.abort("the process ends")
         self.close()
         if self._thread is not None:
-            if self._ends:
+            if self._is_joinable:
                 join_at_exit(self._thread)
             else:
-                self._thread.join(FAREWELL_SECONDS)
+                self._thread.join(EXIT_JOIN_SECONDS)
 
 
 @functools.cache
-def _streams() -> weakref.WeakSet[HostStream]:
-    streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
+def _transfer_threads() -> weakref.WeakSet[TransferThread]:
+    streams: weakref.WeakSet[TransferThread] = weakref.WeakSet()
 
     def end_all() -> None:
         # A thread that returns from a backend while the interpreter shuts down would crash the process.
@@ -196,7 +196,7 @@ def _interrupt(group: dist.ProcessGroup | None) -> bool:
     """End every transfer of the group in flight, in both directions. The group is unusable afterwards.
 
     Any thread may call it. A receive that times out closes every connection of its gloo context, which wakes all
-    waiters in all threads. `Work` has no abort, and `ProcessGroup.abort` does not end gloo's waits (torch 2.13). A wait
+    waiters in all threads. `TransferWork` has no abort, and `ProcessGroup.abort` does not end gloo's waits (torch 2.13). A wait
     with a timeout on the pending work itself could take its completion away from the thread that waits for it.
 
     Other host backends have no such mechanism, so nothing happens.
@@ -212,7 +212,7 @@ def _interrupt(group: dist.ProcessGroup | None) -> bool:
         if peer == group.rank():
             continue
         try:
-            receive_nothing(group, peer).wait(AT_ONCE)
+            post_unmatched_receive(group, peer).wait(MIN_TIMEOUT)
         except RuntimeError as error:
             # If the connection to this peer is broken already, the receive fails early. Try the next peer.
             if "Timed out" in str(error):
@@ -237,44 +237,44 @@ class ProcessGroupTransport(TransportBase):
         control: Control | None = None,
         limits: Limits = NO_LIMITS,
         timeout: float = WARM_UP_SECONDS,
-        lane: StreamLane | None = None,
+        copy_stream: CudaCopyStream | None = None,
     ) -> None:
-        self._lane = StreamLane(device) if lane is None and device.type == "cuda" else lane
-        refused = limits.refused_by("process_group", *([] if self._lane else ["bytes_per_second"]))
+        self._copy_stream = CudaCopyStream(device) if copy_stream is None and device.type == "cuda" else copy_stream
+        refused = limits.find_unsupported("process_group", *([] if self._copy_stream else ["bytes_per_second"]))
         if refused:
             raise ValueError(refused)
         super().__init__(group.rank(), group.size(), device, timeout)
         self._group = group
-        self._control = (control or control_of(group)).fresh_scope("process_group")
+        self._control = (control or open_control(group)).new_scope("process_group")
         self.names = self._control.names
         self._rate = limits.bytes_per_second
         self._tag = (
-            FIRST_TAG if self._lane else self._shared_tag()
+            FIRST_TAG if self._copy_stream else self._shared_tag()
         )  # CUDA transfers match in stream order and need no tags
         # Use a weak reference: if the thread held the last one, the group's destructor could run in the thread while
         # the interpreter shuts down, which aborts the process.
         group_ref = weakref.ref(group)
-        self._host = HostStream(f"ringattn-transfers-{self.rank}", lambda: _interrupt(group_ref()))
-        weakref.finalize(self, self._host.close).atexit = False
+        self._transfer_thread = TransferThread(f"ringattn-transfers-{self.rank}", lambda: _interrupt(group_ref()))
+        weakref.finalize(self, self._transfer_thread.close).atexit = False
 
     def mark(self) -> Fence:
-        return self._lane.mark() if self._lane else DONE
+        return self._copy_stream.mark() if self._copy_stream else DONE
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
         """Enqueue transfers and return at once, on the CPU as well. See `Transport.post`."""
         self._check_running()
         check_messages(self, self._device, sends, receives)
         # Copy messages from a rank to itself here, because not all backends of torch.distributed support them.
-        copies = self_pairs(self.rank, sends, receives)
+        copies = pair_self_messages(self.rank, sends, receives)
         outgoing = [message for message in sends if message.peer != self.rank]
         incoming = [message for message in receives if message.peer != self.rank]
-        if self._lane is None:
-            return self._host.submit(partial(self._transfer, outgoing, incoming, copies, tuple(after)))
-        self._lane.follow(after)
+        if self._copy_stream is None:
+            return self._transfer_thread.submit(partial(self._transfer, outgoing, incoming, copies, tuple(after)))
+        self._copy_stream.wait_for_fences(after)
         for destination, source in copies:
-            self._lane.copy(destination, source)
-        self._start_on_stream(self._lane, outgoing, incoming)
-        return self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
+            self._copy_stream.copy(destination, source)
+        self._start_on_stream(self._copy_stream, outgoing, incoming)
+        return self._copy_stream.record_point(keep=[message.tensor for message in (*sends, *receives)])
 
     def gather(self, value: object) -> list[object]:
         self._check_open()
@@ -286,14 +286,14 @@ class ProcessGroupTransport(TransportBase):
         if self._aborted:
             return
         self._aborted = reason
-        self._host.abort(str(self._aborted_error(reason)))
-        if self._lane is not None:
+        self._transfer_thread.abort(str(self._aborted_error(reason)))
+        if self._copy_stream is not None:
             self._group._get_backend(self._device).abort()
 
     def close(self) -> None:
         """Close the transport. The process group belongs to the caller and stays open."""
         self._open = False
-        self._host.close()
+        self._transfer_thread.close()
 
     def _transfer(
         self,
@@ -324,7 +324,7 @@ class ProcessGroupTransport(TransportBase):
             raise
         if self._rate is not None:  # the busier direction of the link counts
             nbytes = max(sum(message.tensor.nbytes for message in messages) for messages in (sends, receives))
-            self._host.stopped.wait(max(0.0, begun + nbytes / self._rate - time.monotonic()))
+            self._transfer_thread.aborted_event.wait(max(0.0, begun + nbytes / self._rate - time.monotonic()))
 
     def _start(self, operation: object, peer_keyword: str, what: str, message: Message) -> _Pending:
         tensor = as_bytes(message.tensor)
@@ -346,12 +346,14 @@ class ProcessGroupTransport(TransportBase):
         _OPENED[self._group] = number + 1
         return FIRST_TAG + number % TAGS
 
-    def _start_on_stream(self, lane: StreamLane, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def _start_on_stream(
+        self, copy_stream: CudaCopyStream, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> None:
         operations = [self._operation(dist.isend, message) for message in sends]
         operations += [self._operation(dist.irecv, message) for message in receives]
         # The backend orders its work after the current stream, and wait() orders the current stream and not the host.
         # With the transport's stream current, compute and transfers do not delay each other.
-        with torch.cuda.stream(lane.stream):
+        with torch.cuda.stream(copy_stream.stream):
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
 
@@ -390,7 +392,7 @@ def _unavailable(group: Group, device: torch.device, limits: Limits) -> str | No
             f"the group's backend for CUDA tensors is {backend or 'none'}, which does not work in stream order; use "
             'init_process_group("cpu:gloo,cuda:nccl"), or transport="nccl" with any group'
         )
-    return limits.refused_by("process_group") if device.type == "cuda" else None
+    return limits.find_unsupported("process_group") if device.type == "cuda" else None
 
 
 register_transport(

@@ -12,20 +12,20 @@ from typing import Any
 from ..transport import DONE, Fence
 
 # Without a user-defined deadline, a transfer is late after this many times the median of the recent transfers ...
-MEDIANS = 100
+MEDIAN_FACTOR = 100
 # ... but not before this many seconds, because a rank may pause for a checkpoint or the garbage collector, ...
-LEAST_SECONDS = 60.0
+MIN_DEADLINE_SECONDS = 60.0
 # ... and not before this many times the longest recent transfer, because slow or uneven compute makes hops long.
-LONGESTS = 4
+LONGEST_FACTOR = 4
 # The first transfers of a call may wait for ranks that enter late (data loading, a checkpoint). Transfers that this
 # ring has never finished may wait for ranks that compile.
-FIRST_SECONDS = 600.0
+FIRST_DEADLINE_SECONDS = 600.0
 # Number of recent transfers that the median covers.
-RECENT = 128
+RECENT_TRANSFERS = 128
 # Number of unfinished transfers that one poll checks. Later transfers run after them, and a long ring posts a thousand.
-LOOKS = 64
+MAX_POLLED_POSTS = 64
 
-Sizes = Sequence[tuple[int, int]]  # (peer, bytes) per message
+MessageSizes = Sequence[tuple[int, int]]  # (peer, bytes) per message
 
 
 @dataclass(slots=True, eq=False)
@@ -35,11 +35,11 @@ class Post:
     label: object
     fence: Fence
     after: Sequence[Fence]
-    sent: Sizes
-    received: Sizes
-    posted: float
+    sent: MessageSizes
+    received: MessageSizes
+    posted_at: float
     call: int
-    ready: float | None = None  # time when its `after` fences were over
+    ready_at: float | None = None  # time when its `after` fences were over
     problem: str | None = None
 
     @property
@@ -76,31 +76,38 @@ class Deadlines:
         self._ask_why = ask_why
         self._inbox: deque[tuple[Any, ...]] = deque()  # arguments of Post
         self._pending: list[Post] = []
-        self._durations: deque[float] = deque(maxlen=RECENT)
-        self._longest: deque[float] = deque(maxlen=RECENT)  # without the first transfers of calls
-        self._known: set[object] = set()  # labels of transfers that have finished at least once
-        self._arrived_in = 0  # last call with a finished transfer
-        self._moved = -NEVER  # time when the last transfer finished; transfers run one after the other
+        self._durations: deque[float] = deque(maxlen=RECENT_TRANSFERS)
+        self._longest: deque[float] = deque(maxlen=RECENT_TRANSFERS)  # without the first transfers of calls
+        self._finished_labels: set[object] = set()  # labels of transfers that have finished at least once
+        self._last_arrived_call = 0  # last call with a finished transfer
+        self._last_finished_at = -NEVER  # time when the last transfer finished; transfers run one after the other
         self.nbytes = 0
-        self.last: object = None
+        self.last_label: object = None
         """Label of the newest transfer."""
-        self.failed: Post | None = None
+        self.failed_post: Post | None = None
         """First failed transfer, with its `problem`."""
 
     def add(
-        self, label: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes, now: float, call: int
+        self,
+        label: object,
+        fence: Fence,
+        after: Sequence[Fence],
+        sent: MessageSizes,
+        received: MessageSizes,
+        now: float,
+        call: int,
     ) -> None:
         """Watch a transfer. Any thread may call it. `poll` creates the `Post` later, because this is the hot path."""
         self._inbox.append((label, fence, after, sent, received, now, call))
-        self.last = label
+        self.last_label = label
 
     @property
-    def first(self) -> Post | None:
+    def oldest(self) -> Post | None:
         """Oldest transfer that was not over at the last poll."""
         return self._pending[0] if self._pending else None
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """True if some transfer is not known to be over."""
         return bool(self._pending or self._inbox)
 
@@ -110,16 +117,16 @@ class Deadlines:
         left: list[Post] = []
         while self._inbox:
             pending.append(Post(*self._inbox.popleft()))
-        moved = self._moved
+        moved = self._last_finished_at
         for post in pending:
-            if len(left) == LOOKS:
+            if len(left) == MAX_POLLED_POSTS:
                 break
             looked += 1
-            if not self._over(post, now, moved):
+            if not self._is_over(post, now, moved):
                 left.append(post)
-        self._pending = [*left, *pending[looked:]]  # assign once, because another thread may read `first`
+        self._pending = [*left, *pending[looked:]]  # assign once, because another thread may read `oldest`
         for post in left:
-            if post.ready is not None and now - max(post.ready, self._moved) >= self.limit(post):
+            if post.ready_at is not None and now - max(post.ready_at, self._last_finished_at) >= self.limit(post):
                 return post
         return None
 
@@ -127,41 +134,41 @@ class Deadlines:
         """Return the seconds that a transfer may take once it can start."""
         if self._seconds is not None:
             return self._seconds
-        if post.call > self._arrived_in or post.label not in self._known:
-            return FIRST_SECONDS
-        usual = MEDIANS * statistics.median(self._durations)
-        return max(LEAST_SECONDS, usual, LONGESTS * max(self._longest, default=0.0))
+        if post.call > self._last_arrived_call or post.label not in self._finished_labels:
+            return FIRST_DEADLINE_SECONDS
+        usual = MEDIAN_FACTOR * statistics.median(self._durations)
+        return max(MIN_DEADLINE_SECONDS, usual, LONGEST_FACTOR * max(self._longest, default=0.0))
 
     def resume(self, now: float) -> None:
         """Restart all clocks, because this process, and perhaps all others, stood still until now."""
-        self._moved = now
+        self._last_finished_at = now
 
     def clear(self) -> None:
         """Forget all transfers, because they were aborted or the ring is closed."""
         self._inbox.clear()
         self._pending = []
 
-    def _over(self, post: Post, now: float, moved: float) -> bool:
+    def _is_over(self, post: Post, now: float, moved: float) -> bool:
         try:
             if not post.fence.done():
-                if post.ready is None and all(fence.done() for fence in post.after):
+                if post.ready_at is None and all(fence.done() for fence in post.after):
                     # Exact if there was nothing to wait for, and otherwise late by at most one poll.
-                    post.ready = post.posted if all(fence is DONE for fence in post.after) else now
+                    post.ready_at = post.posted_at if all(fence is DONE for fence in post.after) else now
                 return False
             self.nbytes += post.nbytes
-            if self._ask_why and self.failed is None:
+            if self._ask_why and self.failed_post is None:
                 post.fence.wait()
         except RuntimeError as error:  # a TransportError, or the device has failed
-            if self.failed is None:
-                post.problem, self.failed = str(error), post
+            if self.failed_post is None:
+                post.problem, self.failed_post = str(error), post
             return True
-        self._moved = now
-        duration = now - max(post.ready if post.ready is not None else post.posted, moved)
+        self._last_finished_at = now
+        duration = now - max(post.ready_at if post.ready_at is not None else post.posted_at, moved)
         self._durations.append(duration)
-        if post.call <= self._arrived_in:
+        if post.call <= self._last_arrived_call:
             self._longest.append(duration)
-        self._arrived_in = max(self._arrived_in, post.call)
-        self._known.add(post.label)
+        self._last_arrived_call = max(self._last_arrived_call, post.call)
+        self._finished_labels.add(post.label)
         return True
 
 

@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS, TICK_RANKS = 0.25, 32
 
 # A straggler is reported if it is busy for at least this many times as long as the median of the others, ...
-SLOW_FACTOR = 1.1
+MIN_SLOW_FACTOR = 1.1
 # ... the others wait in the ring for at least this share of all time, ...
-WAITING_SHARE = 0.1
+MIN_WAIT_SHARE = 0.1
 # ... its own wait is at most this fraction of theirs, ...
-LOW_WAIT = 0.4
+MAX_WAIT_RATIO = 0.4
 # ... and all this holds at this many looks in a row. The episode ends after as many looks without it.
-LOOKS = 4
+CONFIRMING_LOOKS = 4
 
 
 class RankRow(NamedTuple):
@@ -60,7 +60,7 @@ class Report(NamedTuple):
     row: RankRow
 
 
-class Table:
+class RankTable:
     """Newest known row of every rank."""
 
     def __init__(self) -> None:
@@ -77,21 +77,21 @@ class Table:
         """Return all rows in rank order, with their age at `now` (seconds since the epoch)."""
         return tuple(Report(rank, max(0.0, now - row.stamp), row) for rank, row in sorted(self.rows.items()))
 
-    def packed(self) -> list[list[object]]:
+    def pack(self) -> list[list[object]]:
         """Return the rows as lists for JSON, without field names, which would be most of the bytes."""
         return [[rank, *row] for rank, row in self.rows.items()]
 
-    def merge_packed(self, packed: object) -> None:
+    def merge_from_peer(self, packed: object) -> None:
         """Merge a peer's packed table, or nothing if the peer has not published one."""
         self.merge({rank: RankRow(*row) for rank, *row in packed} if isinstance(packed, list) else {})
 
 
-def period(size: int) -> float:
+def tick_period(size: int) -> float:
     """Return the seconds between two ticks of a rank in a group of this size."""
     return TICK_SECONDS * max(1.0, size / TICK_RANKS)
 
 
-def peer_at(rank: int, size: int, tick: int) -> int:
+def gossip_peer(rank: int, size: int, tick: int) -> int:
     """Return the peer whose table a rank reads at a tick. The clock counts ticks, so that all ranks agree.
 
     With 1,024 ranks that tick at random moments and clocks half a tick apart, every rank knows every other after 16
@@ -115,7 +115,7 @@ class Straggler(NamedTuple):
         )
 
 
-def slowest(rows: Mapping[int, RankRow]) -> tuple[int, float] | None:
+def find_straggler(rows: Mapping[int, RankRow]) -> tuple[int, float] | None:
     """Return the rank that waits little while all others wait long, with its factor; None if there is no such rank."""
     waits = {rank: row.wait / row.window for rank, row in rows.items() if row.compute > 0 and row.window > 0}
     if len(waits) < 2:
@@ -125,12 +125,12 @@ def slowest(rows: Mapping[int, RankRow]) -> tuple[int, float] | None:
     waited = statistics.median(others)
     # Count all time that is not waiting as busy, because a rank that enters the ring late is a straggler, too.
     factor = (1 - waits[least]) / max(1 - waited, 1e-9)
-    if waited < WAITING_SHARE or waits[least] > LOW_WAIT * waited or factor < SLOW_FACTOR:
+    if waited < MIN_WAIT_SHARE or waits[least] > MAX_WAIT_RATIO * waited or factor < MIN_SLOW_FACTOR:
         return None
     return least, factor
 
 
-class Stragglers:
+class StragglerTracker:
     """Follows the straggler and reports each episode once."""
 
     def __init__(self) -> None:
@@ -140,9 +140,9 @@ class Stragglers:
         self._looks = 0  # number of looks in a row that differ from the current straggler
         self._since = 0.0
 
-    def look(self, rows: Mapping[int, RankRow], now: float) -> Straggler | None:
+    def update(self, rows: Mapping[int, RankRow], now: float) -> Straggler | None:
         """Check the table, and return the straggler if a new episode begins now, else None."""
-        slow = slowest(rows)
+        slow = find_straggler(rows)
         rank = slow[0] if slow is not None else None
         if self.current is not None and rank == self.current.rank:
             assert slow is not None
@@ -151,7 +151,7 @@ class Stragglers:
         if self.current is None and rank != self._candidate:
             self._candidate, self._looks, self._since = rank, 0, now
         self._looks += 1
-        if self._looks < LOOKS:
+        if self._looks < CONFIRMING_LOOKS:
             return None
         ended, self._looks = self.current is not None, 0
         self.current = None if ended or slow is None else Straggler(*slow, self._since)
@@ -159,7 +159,7 @@ class Stragglers:
         return self.current
 
 
-class _Measured:
+class _StopwatchSpan:
     """Context manager for one measured block. A class, because a generator costs several more calls in every hop."""
 
     __slots__ = ("_begun", "_end", "_kind", "_stopwatch", "_stream")
@@ -204,9 +204,9 @@ class Stopwatch:
 
     def measure(self, kind: str) -> AbstractContextManager[None]:
         """Measure the work done (CPU) or enqueued on the device's current stream (CUDA) inside the block."""
-        return _Measured(self, kind)
+        return _StopwatchSpan(self, kind)
 
-    def finished(self) -> Iterator[tuple[str, float]]:
+    def pop_finished(self) -> Iterator[tuple[str, float]]:
         """Yield the kind and the seconds of each finished block once, in the order of recording."""
         with on_device(self._device):
             while self._running:
@@ -236,7 +236,7 @@ class Telemetry:
     """This rank's own report, and its knowledge about the other ranks."""
 
     def __init__(self, rank: int, size: int, device: torch.device, gauges: Gauges | None) -> None:
-        self.table = Table()
+        self.table = RankTable()
         self.stopwatch = Stopwatch(device)
         self._rank, self._size = rank, size
         self._gauges = gauges
@@ -245,11 +245,11 @@ class Telemetry:
         self._seconds = {"compute": 0.0, "wait": 0.0}
         self._window: deque[tuple[float, float, float]] = deque()  # (when, compute, wait) so far, at past ticks
         self._tick = -1
-        self._stragglers = Stragglers()
-        self._looked = -NEVER
+        self._stragglers = StragglerTracker()
+        self._checked_at = -NEVER
         self._reporting = threading.Lock()  # the watchdog and users may report at the same time
 
-    def spent(self, kind: str, seconds: float) -> None:
+    def add_seconds(self, kind: str, seconds: float) -> None:
         """Count seconds of one kind. Only compute and wait are reported."""
         if kind in self._seconds:
             self._seconds[kind] += seconds
@@ -257,8 +257,8 @@ class Telemetry:
     def report(self, step: str, calls: int, nbytes: int) -> None:
         """Write this rank's row."""
         with self._reporting:
-            for kind, seconds in self.stopwatch.finished():
-                self.spent(kind, seconds)
+            for kind, seconds in self.stopwatch.pop_finished():
+                self.add_seconds(kind, seconds)
             now = time.monotonic()
             compute, wait = self._seconds["compute"], self._seconds["wait"]
             while self._window and now - self._window[0][0] > WINDOW_SECONDS:
@@ -272,25 +272,25 @@ class Telemetry:
             spent = compute - compute_then, wait - wait_then, now - since
             self.table.merge({self._rank: RankRow(version, time.time(), step, calls, nbytes, *spent, self._read)})
 
-    def expect(self, step: str) -> None:
+    def set_initial_step(self, step: str) -> None:
         """Set the step of all ranks that have not reported yet."""
         if len(self.table.rows) < self._size:
             self.table.merge({rank: RankRow(0, time.time(), step) for rank in range(self._size)})
 
     def next_peer(self) -> int | None:
         """Return the peer whose table to read now; None between two ticks."""
-        tick = int(time.time() / period(self._size))
+        tick = int(time.time() / tick_period(self._size))
         if tick == self._tick:
             return None
         self._tick = tick
-        return peer_at(self._rank, self._size, tick)
+        return gossip_peer(self._rank, self._size, tick)
 
-    def warn(self, now: float) -> None:
+    def warn_straggler(self, now: float) -> None:
         """Log a straggler once per episode. Only rank 0 logs."""
-        if self._rank != 0 or now - self._looked < WINDOW_SECONDS:
+        if self._rank != 0 or now - self._checked_at < WINDOW_SECONDS:
             return
-        self._looked = now  # look once per window, so that one long pause affects only one look
+        self._checked_at = now  # look once per window, so that one long pause affects only one look
         fresh = {report.rank: report.row for report in self.table.reports(time.time()) if report.age < WINDOW_SECONDS}
-        straggler = self._stragglers.look(fresh, time.time())
+        straggler = self._stragglers.update(fresh, time.time())
         if straggler is not None:
             logger.warning("%s, since %s", straggler, time.strftime("%H:%M:%S", time.localtime(straggler.since)))

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..control import Control, control_of
-from ..cuda_threads import HOST, join_at_exit, on_device, within
+from ..control import Control, open_control
+from ..cuda_threads import CPU_DEVICE, join_at_exit, on_device, run_with_timeout
+from ..group_cache import close_destroyed_groups
 from ..groups import Group
-from ..kept import end_destroyed
 from ..transport import Fence, Transport, TransportError
 from ..world import LocalGroup
-from .deadlines import FIRST_SECONDS, NEVER, Deadlines, Post, Sizes
+from .deadlines import FIRST_DEADLINE_SECONDS, NEVER, Deadlines, MessageSizes, Post
 from .preflight import Preflight
-from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, Report, Telemetry, period
+from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, Report, Telemetry, tick_period
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 STORE_SECONDS = 1.0
 # After a timeout the store is left alone for the first time, then twice as long each time, up to the second. The host
 # that serves the store may only have stalled for a moment.
-SILENT_STORE_SECONDS, MOST_SILENT_SECONDS = 2.0, 16.0
+SILENT_STORE_SECONDS, MAX_SILENT_SECONDS = 2.0, 16.0
 # Aborting a communicator whose peers died may never return.
 ABORT_SECONDS = 2.0
 # Two ticks this far apart mean that the process was stopped, for example by a signal, a debugger or swapping.
@@ -44,10 +44,10 @@ GRACE_SECONDS = 0.5
 # Then it only answers waiting ranks, and reads their questions this often (less often in larger worlds).
 IDLE_SECONDS = 1.0
 # Number of ranks whose report is read directly after a failure. The ends of the failed edge come first.
-ASKED_RANKS = 16
+MAX_ASKED_RANKS = 16
 
 
-class Failure(NamedTuple):
+class RingFailure(NamedTuple):
     """Failure of a ring, as published in the store."""
 
     rank: int  # rank that found the failure
@@ -55,7 +55,7 @@ class Failure(NamedTuple):
     text: str
 
 
-class FailTogether:
+class FailureGroup:
     """Watches of this process that fail together, such as those of a mesh's two rings, with their shared lock."""
 
     def __init__(self) -> None:
@@ -89,63 +89,63 @@ class Watch:
         deadline: float | None,
         device: torch.device,
         transports: Callable[[], Sequence[Transport]],
-        fatal: Callable[[str], None] | None = None,
-        together: bool = False,
-        rings: FailTogether | None = None,
+        on_fatal: Callable[[str], None] | None = None,
+        ends_all_ranks: bool = False,
+        failure_group: FailureGroup | None = None,
         gauges: Gauges | None = None,
     ) -> None:
         self.rank, self.size = control.rank, control.size
         self.device = device
         self._control = control
         self._transports = transports
-        self._fatal = fatal
-        self._together = together
+        self._fatal = on_fatal
+        self._ends_all_ranks = ends_all_ranks
         self._preflight = Preflight(control)
-        self._posts = Deadlines(deadline, ask_why=fatal is None and device.type == "cpu")
+        self._posts = Deadlines(deadline, ask_why=on_fatal is None and device.type == "cpu")
         self._telemetry = Telemetry(control.rank, control.size, device, gauges)
         self._names = control.names
-        self._rings = rings or FailTogether()
-        self._lock = self._rings.lock
-        self._failure: Failure | None = None
+        self._failure_group = failure_group or FailureGroup()
+        self._lock = self._failure_group.lock
+        self._failure: RingFailure | None = None
         self._calls = 0
         self._phase: str | None = None
-        self._waiting = False  # True in the preflight
-        self._number: int | None = 0  # number of the agreed call; 0: not agreed yet; None: the ranks did not agree
-        self._active = -NEVER  # when this ring was last in use
-        self._ticked = NEVER
-        self._answered = -NEVER
+        self._is_in_preflight = False  # True in the preflight
+        self._agreed_call: int | None = 0  # number of the agreed call; 0: not agreed yet; None: the ranks did not agree
+        self._active_at = -NEVER  # when this ring was last in use
+        self._ticked_at = NEVER
+        self._answered_at = -NEVER
         self._store_problem: str | None = None
-        self._ask_again = -NEVER
+        self._retry_store_at = -NEVER
         self._silence = SILENT_STORE_SECONDS
-        self.closed = False
+        self.is_closed = False
         with self._lock:
-            self._rings.watches.add(self)
+            self._failure_group.watches.add(self)
 
     # -- the thread that computes ------------------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Mark the start of a call; `leave` marks its end."""
-        self._number = 0
+    def begin_call(self) -> None:
+        """Mark the start of a call; `end_call` marks its end."""
+        self._agreed_call = 0
 
-    def leave(self) -> None:
-        """Mark the end of a call. If an error ended the call, `left` comes first."""
-        self._number = 0
+    def end_call(self) -> None:
+        """Mark the end of a call. If an error ended the call, `report_call_error` comes first."""
+        self._agreed_call = 0
 
-    def agree(
+    def agree_on_call(
         self,
         fields: Mapping[str, object],
         values: Mapping[str, object] | None = None,
         *,
-        of: int | None = None,
-        always: bool = False,
+        forward_number: int | None = None,
+        is_forced: bool = False,
     ) -> int:
         """Compare this rank's call with those of all other ranks before anything is sent.
 
         Args:
             fields: compared by `repr`. A call that the previous calls predict costs no traffic.
             values: compared likewise, but expected to change from batch to batch.
-            of: call number of the forward, for a backward.
-            always: compare a predicted call as well, because no transfer would reveal a difference.
+            forward_number: call number of the forward, for a backward.
+            is_forced: compare a predicted call as well, because no transfer would reveal a difference.
 
         Returns:
             The number of the call, equal on every rank.
@@ -159,51 +159,55 @@ class Watch:
             return 0
         if self._failure is not None:
             raise self._as_error(self._failure)
-        self._number = self._preflight.number + 1
-        self._waiting, self._active = True, time.monotonic()
+        self._agreed_call = self._preflight.call_count + 1
+        self._is_in_preflight, self._active_at = True, time.monotonic()
         try:
-            verdict = self._preflight.agree(fields, values, of=of, always=always, stop=self.stopped)
+            verdict = self._preflight.agree_on_call(
+                fields, values, forward_number=forward_number, is_forced=is_forced, stop=self.failure_reason
+            )
         except TransportError as error:
-            raise self.failed(error) from error
+            raise self.report_failure(error) from error
         finally:
-            self._waiting = False
+            self._is_in_preflight = False
         if verdict is not None:
-            if verdict.in_flight:
-                self._fail(Failure(self.rank, "ValueError", verdict.text))
-            self._number = None
+            if verdict.is_in_flight:
+                self._fail(RingFailure(self.rank, "ValueError", verdict.text))
+            self._agreed_call = None
             raise ValueError(verdict.text)
-        self._telemetry.expect("agreed on a call")
-        return self._number
+        self._telemetry.set_initial_step("agreed on a call")
+        return self._agreed_call
 
-    def left(self, error: BaseException) -> None:
+    def report_call_error(self, error: BaseException) -> None:
         """Tell the other ranks that an error ended a call, unless they know already. Never raises.
 
         An error before the ranks have agreed on the call refuses the call: all ranks raise that error, and later calls
         may succeed. A `TransportError` fails the ring instead. So does any error in a call on which a ring of the same
         mesh has agreed.
         """
-        if self.size == 1 or self._failure is not None or self._number is None:
+        if self.size == 1 or self._failure is not None or self._agreed_call is None:
             return
-        if isinstance(error, TransportError) or any(watch._number for watch in self._rings.watches):
-            self.failed(error)
+        if isinstance(error, TransportError) or any(watch._agreed_call for watch in self._failure_group.watches):
+            self.report_failure(error)
         else:
-            self._preflight.refuse(error)
+            self._preflight.refuse_call(error)
 
-    def call_off(self) -> None:
+    def cancel_call(self) -> None:
         """Cancel the agreed call because another ring of these ranks refused it."""
-        self._number = None
+        self._agreed_call = None
 
-    def begin(self, phase: str) -> None:
+    def begin_loop(self, phase: str) -> None:
         """Mark the start of a call's loop."""
         self._calls += 1
         self._phase = phase
 
-    def end(self) -> None:
+    def end_loop(self) -> None:
         """Mark the end of a call's loop."""
         self._phase = None
-        self._active = time.monotonic()
+        self._active_at = time.monotonic()
 
-    def posted(self, label: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
+    def add_post(
+        self, label: object, fence: Fence, after: Sequence[Fence], sent: MessageSizes, received: MessageSizes
+    ) -> None:
         """Record a posted group of transfers, in O(1) and without a lock.
 
         Args:
@@ -220,7 +224,7 @@ class Watch:
         """Measure a block of "compute" or "wait" for the telemetry, which ignores `hop`."""
         return self._telemetry.stopwatch.measure(kind) if self.size > 1 else contextlib.nullcontext()
 
-    def failed(self, error: BaseException) -> BaseException:
+    def report_failure(self, error: BaseException) -> BaseException:
         """Tell the other ranks that `error` ended this rank's part of a call, and return the error to raise.
 
         For a `TransportError` the result names hop, edge, bytes and the last step of each rank, or the failure that
@@ -230,14 +234,16 @@ class Watch:
             return error
         known = isinstance(error, TransportError)
         with self._lock:
-            if self._failure is None and self._together:
+            if self._failure is None and self._ends_all_ranks:
                 return error  # LocalWorld tells the other ranks and raises the first error
             if self._failure is None:
                 self._posts.poll(time.monotonic())
                 problem = str(error) if known else f"{type(error).__name__}: {error}"
                 if self._fatal is not None:  # the process ends here, so log the traceback now
                     logger.error("rank %d failed", self.rank, exc_info=error)
-                self._find(self._posts.failed or self._posts.first, f"failed: {problem}", look_first=known)
+                self._report_problem(
+                    self._posts.failed_post or self._posts.oldest, f"failed: {problem}", look_first=known
+                )
             assert self._failure is not None
             return self._as_error(self._failure) if known else error
 
@@ -248,58 +254,60 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
-        self.closed = True
+        self.is_closed = True
         self._posts.clear()
 
     # -- the watchdog's thread ---------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Check every transfer, read other ranks' failures and questions, and spread reports."""
-        if self.closed or self._failure is not None:
+        if self.is_closed or self._failure is not None:
             return
         now = time.monotonic()
         with self._lock:
-            if now - self._ticked > STOPPED_SECONDS:
+            if now - self._ticked_at > STOPPED_SECONDS:
                 self._posts.resume(now)
-            self._ticked = now
+            self._ticked_at = now
             late = self._posts.poll(now)
-            if self._posts.failed is not None:
-                return self._find(self._posts.failed, f"failed: {self._posts.failed.problem}")
+            if self._posts.failed_post is not None:
+                return self._report_problem(self._posts.failed_post, f"failed: {self._posts.failed_post.problem}")
             noticed = next(filter(None, (transport.check() for transport in self._transports())), None)
             if noticed is not None:
-                return self._find(self._posts.first, f"failed: {noticed}")
+                return self._report_problem(self._posts.oldest, f"failed: {noticed}")
             if late is not None:
-                return self._find(late, f"not over {self._posts.limit(late):g} s after it could start (its deadline)")
-        if self._phase is not None or self._waiting or self._posts.busy:
-            self._active = now
-        if now - self._active < GRACE_SECONDS + period(self.size):
-            self._talk(now)
-        elif now - self._answered > IDLE_SECONDS * max(1.0, self.size / TICK_RANKS):
-            self._answer(self._exchange(look=self._preflight.wanted()), {})
+                return self._report_problem(
+                    late, f"not over {self._posts.limit(late):g} s after it could start (its deadline)"
+                )
+        if self._phase is not None or self._is_in_preflight or self._posts.is_busy:
+            self._active_at = now
+        if now - self._active_at < GRACE_SECONDS + tick_period(self.size):
+            self._exchange_news(now)
+        elif now - self._answered_at > IDLE_SECONDS * max(1.0, self.size / TICK_RANKS):
+            self._answer(self._exchange(look=self._preflight.keys_to_read()), {})
 
-    def _talk(self, now: float) -> None:
+    def _exchange_news(self, now: float) -> None:
         """Exchange failures, questions and reports with the store once."""
         self._telemetry.report(self._step(), self._calls, self._posts.nbytes)
         peer = self._telemetry.next_peer()
         table = [] if peer is None else [f"table/{peer}"]
-        published = self._exchange(look=["failure", *self._preflight.wanted(), *table])
+        published = self._exchange(look=["failure", *self._preflight.keys_to_read(), *table])
         if published is None:
             return
         if "failure" in published:
-            return self._find(self._posts.first, "given up", Failure(*published["failure"]))
+            return self._report_problem(self._posts.oldest, "given up", RingFailure(*published["failure"]))
         if peer is not None:
-            self._telemetry.table.merge_packed(published.get(f"table/{peer}"))
-        self._answer(published, {} if peer is None else {f"table/{self.rank}": self._telemetry.table.packed()})
-        self._telemetry.warn(now)
+            self._telemetry.table.merge_from_peer(published.get(f"table/{peer}"))
+        self._answer(published, {} if peer is None else {f"table/{self.rank}": self._telemetry.table.pack()})
+        self._telemetry.warn_straggler(now)
 
     def _answer(self, published: Mapping[str, object] | None, table: Mapping[str, object]) -> None:
         """Answer other ranks' questions and publish the table, also in a rank that is busy outside the ring."""
-        self._answered = time.monotonic()
+        self._answered_at = time.monotonic()
         if published is None:
             return
-        publish, verdict = self._preflight.hear(published)
+        publish, verdict = self._preflight.process_published(published)
         if verdict is not None:
-            return self._fail(Failure(self.rank, "ValueError", verdict.text))
+            return self._fail(RingFailure(self.rank, "ValueError", verdict.text))
         if publish or table:
             self._exchange({**publish, **table})
 
@@ -310,7 +318,7 @@ class Watch:
 
         A silent store is then left alone for a while, unless `at_once` is set.
         """
-        if time.monotonic() < self._ask_again and not at_once:
+        if time.monotonic() < self._retry_store_at and not at_once:
             return None
         try:
             published = self._control.exchange(publish, look, STORE_SECONDS)
@@ -319,40 +327,42 @@ class Watch:
         except TransportError as error:
             if self._store_problem is None:
                 logger.info("rank %d: %s", self.rank, error)
-            self._store_problem, self._ask_again = str(error), time.monotonic() + self._silence
-            self._silence = min(2 * self._silence, MOST_SILENT_SECONDS)
+            self._store_problem, self._retry_store_at = str(error), time.monotonic() + self._silence
+            self._silence = min(2 * self._silence, MAX_SILENT_SECONDS)
             return None
 
     # -- what went wrong ---------------------------------------------------------------------------------------------
 
-    def _find(self, post: Post | None, what: str, theirs: Failure | None = None, *, look_first: bool = True) -> None:
-        """Report a problem that this rank found, unless another rank's failure (`theirs`, if known) explains it."""
+    def _report_problem(
+        self, post: Post | None, what: str, other_failure: RingFailure | None = None, *, look_first: bool = True
+    ) -> None:
+        """Report a problem that this rank found, unless another rank's failure (`other_failure`, if known) explains it."""
         where = f"{post.label} ({post.edges(self.rank, self._names)})" if post is not None else self._step()
-        if theirs is None and look_first:
-            theirs = self._explained()
-        if theirs is not None and theirs.kind == "ValueError":
-            return self._fail(theirs, tell=theirs.rank == self.rank)
+        if other_failure is None and look_first:
+            other_failure = self._find_explanation()
+        if other_failure is not None and other_failure.kind == "ValueError":
+            return self._fail(other_failure, tell=other_failure.rank == self.rank)
         text = f"rank {self._names[self.rank]}: {where} {what}"
-        if theirs is not None:
-            text = f"{text}. Rank {self._names[theirs.rank]} found: {theirs.text}"
-            return self._fail(Failure(self.rank, theirs.kind, text), tell=False)
-        self._fail(Failure(self.rank, "TransportError", f"{text}. {self._last_steps(post)}"))
+        if other_failure is not None:
+            text = f"{text}. Rank {self._names[other_failure.rank]} found: {other_failure.text}"
+            return self._fail(RingFailure(self.rank, other_failure.kind, text), tell=False)
+        self._fail(RingFailure(self.rank, "TransportError", f"{text}. {self._describe_last_steps(post)}"))
 
-    def _explained(self) -> Failure | None:
+    def _find_explanation(self) -> RingFailure | None:
         """Return a failure of another rank that explains this rank's problem, or None."""
         for _ in range(2):  # the first round may bring a question, and the second the answers to it
-            published = self._exchange(look=["failure", *self._preflight.wanted()])
+            published = self._exchange(look=["failure", *self._preflight.keys_to_read()])
             if published is None:
                 return None
             if "failure" in published:
-                return Failure(*published["failure"])
-            publish, verdict = self._preflight.hear(published)
+                return RingFailure(*published["failure"])
+            publish, verdict = self._preflight.process_published(published)
             if verdict is not None:
-                return Failure(self.rank, "ValueError", verdict.text)
+                return RingFailure(self.rank, "ValueError", verdict.text)
             self._exchange(publish)
         return None
 
-    def _fail(self, failure: Failure, *, tell: bool = True) -> None:
+    def _fail(self, failure: RingFailure, *, tell: bool = True) -> None:
         """End this ring and the rings that fail with it.
 
         The failure is published first, so that the store has the reason when other ranks see broken transports. `tell`
@@ -362,19 +372,19 @@ class Watch:
             if self._failure is not None:
                 return
             if tell:
-                self._tell(failure)
+                self._publish_failure(failure)
             self._failure = failure
-            others = [w for w in self._rings.watches if w.size > 1 and not w.closed and w._failure is None]
+            others = [w for w in self._failure_group.watches if w.size > 1 and not w.is_closed and w._failure is None]
             for watch in others:
                 watch._failure = failure._replace(rank=watch.rank)
-                watch._tell(watch._failure)
+                watch._publish_failure(watch._failure)
         logger.error("%s", failure.text)
         for watch in (self, *others):
-            within(ABORT_SECONDS, partial(watch._abort, failure.text), self.device, "abort")
+            run_with_timeout(ABORT_SECONDS, partial(watch._abort, failure.text), self.device, "abort")
         if self._fatal is not None:
             self._fatal(failure.text)
 
-    def _tell(self, failure: Failure) -> None:
+    def _publish_failure(self, failure: RingFailure) -> None:
         # Read the key as well, because a TCPStore confirms only reads.
         self._exchange({"failure": tuple(failure)}, look=["failure"], at_once=True)
 
@@ -382,12 +392,12 @@ class Watch:
         for transport in self._transports():
             transport.abort(reason)
 
-    def _last_steps(self, post: Post | None) -> str:
+    def _describe_last_steps(self, post: Post | None) -> str:
         """Return text with the last reported step of each rank, after asking for newer reports."""
         peers = [peer for peer, _ in (*post.sent, *post.received)] if post is not None else []
-        others = [rank for rank in dict.fromkeys((*peers, *range(self.size))) if rank != self.rank][:ASKED_RANKS]
+        others = [rank for rank in dict.fromkeys((*peers, *range(self.size))) if rank != self.rank][:MAX_ASKED_RANKS]
         for table in (self._exchange(look=[f"table/{rank}" for rank in others]) or {}).values():
-            self._telemetry.table.merge_packed(table)
+            self._telemetry.table.merge_from_peer(table)
         known = {report.rank: report for report in self._telemetry.table.reports(time.time())}
         silent = [str(self._names[rank]) for rank in others if rank not in known]
         reports = [known[rank] for rank in sorted(others) if rank in known]
@@ -397,20 +407,20 @@ class Watch:
         return text + (f". {self._store_problem}" if self._store_problem else "")
 
     def _step(self) -> str:
-        first, last = self._posts.first, self._posts.last
+        first, last = self._posts.oldest, self._posts.last_label
         if first is not None:
             return f"in {first.label}"
         after = f" after {last}" if last is not None else ""
         if self._phase is not None:
             return f"in a {self._phase}{after}"
-        return f"comparing the ranks' calls{after}" if self._waiting else f"between calls{after}"
+        return f"comparing the ranks' calls{after}" if self._is_in_preflight else f"between calls{after}"
 
-    def stopped(self) -> str | None:
+    def failure_reason(self) -> str | None:
         """Return the text of this ring's failure, which ends waits, or None."""
         return self._failure.text if self._failure is not None else None
 
     @staticmethod
-    def _as_error(failure: Failure) -> Exception:
+    def _as_error(failure: RingFailure) -> Exception:
         return ValueError(failure.text) if failure.kind == "ValueError" else TransportError(failure.text)
 
 
@@ -447,13 +457,13 @@ class Watchdog:
     def _run(self) -> None:
         while not self._end.wait(TICK_SECONDS):
             with self._lock:
-                watches = [watch for watch in self._watches if not watch.closed]
+                watches = [watch for watch in self._watches if not watch.is_closed]
                 if not watches:
                     self._thread = None
                     return
             while watches:
                 _tick(watches)
-            end_destroyed()
+            close_destroyed_groups()
 
 
 def _tick(watches: list[Watch]) -> None:
@@ -487,7 +497,7 @@ def open_watch(
     control: Control,
     deadline: float | None,
     transports: Callable[[], Sequence[Transport]],
-    rings: FailTogether | None = None,
+    failure_group: FailureGroup | None = None,
     gauges: Gauges | None = None,
 ) -> Watch:
     """Watch a ring of this group until it is closed. Every rank opens its rings in the same order.
@@ -501,9 +511,9 @@ def open_watch(
         deadline=NEVER if local and deadline is None else deadline,
         device=device,
         transports=transports,
-        fatal=None if local or device.type == "cpu" else end_process,
-        together=local,
-        rings=rings,
+        on_fatal=None if local or device.type == "cpu" else end_process,
+        ends_all_ranks=local,
+        failure_group=failure_group,
         gauges=gauges,
     )
     if watch.size > 1:
@@ -518,12 +528,12 @@ def ring_control(group: Group, deadline: float | None) -> Control:
         TransportError: the store did not accept a connection in time.
     """
     # A LocalWorld has its own timeout. Elsewhere the first wait may be for ranks that are still compiling.
-    first = None if isinstance(group, LocalGroup) else FIRST_SECONDS
-    return control_of(group, deadline or first).fresh_scope("ring")
+    first = None if isinstance(group, LocalGroup) else FIRST_DEADLINE_SECONDS
+    return open_control(group, deadline or first).new_scope("ring")
 
 
 def end_process(reason: str) -> None:
     """End the process with a non-zero exit code, so that torchrun restarts it. Its streams would wait for ever."""
     logger.critical("ending this process: %s", reason)
-    within(FLUSH_SECONDS, sys.stdout.flush, HOST, "flush")  # os._exit does not flush
+    run_with_timeout(FLUSH_SECONDS, sys.stdout.flush, CPU_DEVICE, "flush")  # os._exit does not flush
     os._exit(EXIT_CODE)

@@ -14,23 +14,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .key_tile import key_tile
-from .modify import column_positions, is_kept, modified, placed, score_unit
-from .parts import accumulate, added, load_lse, load_rows, products, scaled, store_rows, zeros
+from .dkdv_tile import dkdv_tile
+from .score_modifiers import (
+    dropout_keep_mask,
+    load_column_positions,
+    load_tile_position,
+    modify_scores,
+    score_scale_log2,
+)
+from .tile_ops import (
+    add_tiles,
+    load_lse_log2,
+    load_rows,
+    matmul_accumulate,
+    matmul_nt,
+    scale_tile,
+    store_rows,
+    zero_tile,
+)
 from .tiles import (
-    Shape,
-    as_column,
-    clipped,
-    of_head,
-    program,
-    ranges_of_block,
-    row_interval,
-    tile_range,
+    LaunchShape,
+    clip_tile_range,
+    head_column,
+    head_row_offset,
+    load_block_ranges,
+    load_row_bounds,
+    load_tile_range,
+    program_placement,
+    select_head,
     tile_rows,
-    vector_of,
-    visible,
-    visit,
-    visit_keys,
+    visible_mask,
+    visit_key_index,
+    visit_query_tile,
 )
 
 
@@ -41,10 +56,10 @@ def delta_kernel(dout, out, dlse, delta, shape, HEAD_DIM_V: tl.constexpr, BLOCK_
     ``dout`` and ``out`` are ``[B, S, H, Dv]``. ``dlse``, fp32 ``[B, H, S]``, may be None. ``delta`` is fp32
     ``[B, H, S]``.
     """
-    tile, batch, head = program(shape, BLOCK_Q)
+    tile, batch, head = program_placement(shape, BLOCK_Q)
     offs_q = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    dout_tile = load_rows(of_head(dout, batch, head), offs_q, shape.rows, HEAD_DIM_V, True)
-    out_tile = load_rows(of_head(out, batch, head), offs_q, shape.rows, HEAD_DIM_V, True)
+    dout_tile = load_rows(select_head(dout, batch, head), offs_q, shape.rows, HEAD_DIM_V, True)
+    out_tile = load_rows(select_head(out, batch, head), offs_q, shape.rows, HEAD_DIM_V, True)
     result = tl.sum(dout_tile[0].to(tl.float32) * out_tile[0].to(tl.float32), 1)
     if len(dout_tile) == 2:
         result += tl.sum(dout_tile[1].to(tl.float32) * out_tile[1].to(tl.float32), 1)
@@ -55,7 +70,7 @@ def delta_kernel(dout, out, dlse, delta, shape, HEAD_DIM_V: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def dq_step(
+def dq_phase(
     acc, q, dout, lse, delta, k, v, lo, hi, begin, end, unit, softmax_scale, seqlen_k, modifiers, place,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -66,19 +81,19 @@ def dq_step(
     for start in range(begin, end, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         k_tile = load_rows(k, offs_k, seqlen_k, HEAD_DIM, MASKED)
-        positions = column_positions(modifiers, offs_k, seqlen_k)
-        qk, tanh = modified(products(q, k_tile), modifiers, place, positions, softmax_scale)
+        positions = load_column_positions(modifiers, offs_k, seqlen_k)
+        qk, tanh = modify_scores(matmul_nt(q, k_tile), modifiers, place, positions, softmax_scale)
         p = tl.exp2(qk * unit - lse[:, None])
         v_tile = load_rows(v, offs_k, seqlen_k, HEAD_DIM_V, MASKED)
-        dp = products(dout, v_tile)
+        dp = matmul_nt(dout, v_tile)
         if modifiers.counter is not None:
-            dp = tl.where(is_kept(modifiers, place, positions, False), dp * modifiers.kept, 0.0)
+            dp = tl.where(dropout_keep_mask(modifiers, place, positions, False), dp * modifiers.kept, 0.0)
         ds = p * (dp - delta[:, None])
         if modifiers.softcap is not None:
             ds *= 1.0 - tanh * tanh
         if MASKED:
-            ds = tl.where(visible(offs_k, lo, hi), ds, 0.0)
-        acc = accumulate(ds, k_tile, acc)
+            ds = tl.where(visible_mask(offs_k, lo, hi), ds, 0.0)
+        acc = matmul_accumulate(ds, k_tile, acc)
     return acc
 
 
@@ -88,13 +103,13 @@ def dq_range(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, HAS_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Add ``dS K`` of a tile range in three phases, as in the forward."""
-    unit = score_unit(modifiers, softmax_scale)
+    unit = score_scale_log2(modifiers, softmax_scale)
     if HAS_HEAD:
-        acc = dq_step(acc, q, dout, lse, delta, k, v, lo, hi, key_range.start, key_range.full_start, unit,
+        acc = dq_phase(acc, q, dout, lse, delta, k, v, lo, hi, key_range.start, key_range.full_start, unit,
                       softmax_scale, seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
-    acc = dq_step(acc, q, dout, lse, delta, k, v, lo, hi, key_range.full_start, key_range.full_end, unit,
+    acc = dq_phase(acc, q, dout, lse, delta, k, v, lo, hi, key_range.full_start, key_range.full_end, unit,
                   softmax_scale, seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
-    return dq_step(acc, q, dout, lse, delta, k, v, lo, hi, key_range.full_end, key_range.end, unit,
+    return dq_phase(acc, q, dout, lse, delta, k, v, lo, hi, key_range.full_end, key_range.end, unit,
                    softmax_scale, seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
 
 
@@ -110,7 +125,7 @@ def dq_kernel(
     they are the same tensor.
     """
     if shape.order.count is None:
-        batch, head, first, keys, key_range = visit(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
+        batch, head, first, keys, key_range = visit_query_tile(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
         if IN_PLACE:
             if key_range.end <= key_range.start:  # nothing to add
                 return
@@ -118,7 +133,7 @@ def dq_kernel(
                 keys, key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
-            batch, head, first, keys, key_range = visit(index, bounds, shape, BLOCK_Q, BLOCK_K)
+            batch, head, first, keys, key_range = visit_query_tile(index, bounds, shape, BLOCK_Q, BLOCK_K)
             if not IN_PLACE or key_range.end > key_range.start:
                 dq_tile(dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, batch, head,
                         first, keys, key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
@@ -134,31 +149,31 @@ def dq_tile(
     """Compute dQ of BLOCK_Q rows: queries of one head or, packed, of all query heads of one key head."""
     seqlen_k = shape.columns
     if bounds.seqused_k is not None:
-        shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
+        shape = LaunchShape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
     offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)
-    lo, hi = row_interval(bounds, offs_q, shape)
-    row, column = vector_of(batch, heads, shape), as_column(heads, shape)
-    lse_tile = load_lse(lse + row, offs_q, shape.rows)
+    lo, hi = load_row_bounds(bounds, offs_q, shape)
+    row, column = head_row_offset(batch, heads, shape), head_column(heads, shape)
+    lse_tile = load_lse_log2(lse + row, offs_q, shape.rows)
     delta_tile = tl.load(delta + row + offs_q, mask=offs_q < shape.rows, other=0.0)
-    q_tile = load_rows(of_head(q, batch, column), offs_q, shape.rows, HEAD_DIM, True)
-    dout_tile = load_rows(of_head(dout, batch, column), offs_q, shape.rows, HEAD_DIM_V, True)
-    place = placed(modifiers, offs_q, shape.rows, batch, column, shape.heads)
-    k, v = of_head(k, batch, head // shape.group), of_head(v, batch, head // shape.group)
+    q_tile = load_rows(select_head(q, batch, column), offs_q, shape.rows, HEAD_DIM, True)
+    dout_tile = load_rows(select_head(dout, batch, column), offs_q, shape.rows, HEAD_DIM_V, True)
+    place = load_tile_position(modifiers, offs_q, shape.rows, batch, column, shape.heads)
+    k, v = select_head(k, batch, head // shape.group), select_head(v, batch, head // shape.group)
 
-    acc = zeros(BLOCK_Q, HEAD_DIM)
+    acc = zero_tile(BLOCK_Q, HEAD_DIM)
     if bounds.block_sparse is None:
         acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, key_range, softmax_scale, seqlen_k,
                        modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     else:
-        first_range, end_range = ranges_of_block(bounds.block_sparse, first, shape)
+        first_range, end_range = load_block_ranges(bounds.block_sparse, first, shape)
         for index in range(first_range, end_range):
             acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi,
-                           clipped(bounds.block_sparse, index, key_range), softmax_scale, seqlen_k, modifiers, place,
+                           clip_tile_range(bounds.block_sparse, index, key_range), softmax_scale, seqlen_k, modifiers, place,
                            HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
-    acc = scaled(acc, softmax_scale)
+    acc = scale_tile(acc, softmax_scale)
     if HAS_SUM:  # load the sum last, because the loop needs the registers
-        acc = added(acc, load_rows(of_head(dq_in, batch, column), offs_q, shape.rows, HEAD_DIM, True))
-    store_rows(of_head(dq_out, batch, column), acc, offs_q, shape.rows, HEAD_DIM)
+        acc = add_tiles(acc, load_rows(select_head(dq_in, batch, column), offs_q, shape.rows, HEAD_DIM, True))
+    store_rows(select_head(dq_out, batch, column), acc, offs_q, shape.rows, HEAD_DIM)
 
 
 @triton.jit
@@ -173,18 +188,18 @@ def dkdv_kernel(
     ``dk_in`` and ``dv_in`` if HAS_SUM. With ``shape.splits`` the outputs are the parts that `reduce_kernel` adds.
     """
     if shape.order.count is None:
-        batch, head, first, keys, query_range = visit_keys(tl.program_id(0), bounds, shape, BLOCK_K, BLOCK_Q)
+        batch, head, first, keys, query_range = visit_key_index(tl.program_id(0), bounds, shape, BLOCK_K, BLOCK_Q)
         if IN_PLACE:
             if query_range.end <= query_range.start:  # nothing to add
                 return
-        key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape,
+        dkdv_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape,
                  softmax_scale, modifiers, batch, head, first, keys, query_range,
                  HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, False)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
-            batch, head, first, keys, query_range = visit_keys(index, bounds, shape, BLOCK_K, BLOCK_Q)
+            batch, head, first, keys, query_range = visit_key_index(index, bounds, shape, BLOCK_K, BLOCK_Q)
             if not IN_PLACE or query_range.end > query_range.start:
-                key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape,
+                dkdv_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape,
                          softmax_scale, modifiers, batch, head, first, keys, query_range,
                          HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, False)  # fmt: skip
 
@@ -200,29 +215,31 @@ def reduce_kernel(
     BLOCK_Q, BLOCK_K, ``bounds`` and IN_PLACE must be those of that launch, because `dkdv_kernel` writes no part for a
     tile of keys that no query sees.
     """
-    tile, batch, head = program(shape, BLOCK_ROWS)
+    tile, batch, head = program_placement(shape, BLOCK_ROWS)
     seqlen_k = shape.rows
     if IN_PLACE:
         if bounds.seqused_k is not None:
             keys = tl.load(bounds.seqused_k + batch)
-            shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
-        start, _, _, end = tile_range(bounds, tile * BLOCK_ROWS // BLOCK_K * BLOCK_K, shape, BLOCK_K, BLOCK_Q)
+            shape = LaunchShape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
+        start, _, _, end = load_tile_range(bounds, tile * BLOCK_ROWS // BLOCK_K * BLOCK_K, shape, BLOCK_K, BLOCK_Q)
         if end <= start:
             return
     offs_k = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    add_parts(dk_parts, dk_in, dk_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM, BLOCK_ROWS, HAS_SUM)
-    add_parts(dv_parts, dv_in, dv_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM_V, BLOCK_ROWS, HAS_SUM)
+    sum_splits(dk_parts, dk_in, dk_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM, BLOCK_ROWS, HAS_SUM)
+    sum_splits(dv_parts, dv_in, dv_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM_V, BLOCK_ROWS, HAS_SUM)
 
 
 @triton.jit
-def add_parts(
+def sum_splits(
     parts, before, result, offs_k, seqlen_k, batch, head, splits,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_SUM: tl.constexpr,
 ):  # fmt: skip
     """Store the sum of the ``splits`` parts of a key head, in order, plus ``before`` if HAS_SUM."""
-    total = zeros(BLOCK_ROWS, HEAD_DIM)
+    total = zero_tile(BLOCK_ROWS, HEAD_DIM)
     for part in range(splits):
-        total = added(total, load_rows(of_head(parts, batch, head * splits + part), offs_k, seqlen_k, HEAD_DIM, True))
+        total = add_tiles(
+            total, load_rows(select_head(parts, batch, head * splits + part), offs_k, seqlen_k, HEAD_DIM, True)
+        )
     if HAS_SUM:
-        total = added(total, load_rows(of_head(before, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
-    store_rows(of_head(result, batch, head), total, offs_k, seqlen_k, HEAD_DIM)
+        total = add_tiles(total, load_rows(select_head(before, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
+    store_rows(select_head(result, batch, head), total, offs_k, seqlen_k, HEAD_DIM)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .parts import dot, first_part
+from .tile_ops import dot, first_part_width
 
 
-class Turns(NamedTuple):
+class AddTurns(NamedTuple):
     """Order of the additions to dQ; all fields are None if the order is free."""
 
     numbers: Any
@@ -26,16 +26,16 @@ class DqTurn(NamedTuple):
 
     batch: Any
     head: Any
-    gates: Any
+    done_offset: Any
     """Offset of this head's counters in ``Turns.gates``."""
-    numbers: Any
+    wait_offset: Any
     """Offset of this key tile's row in ``Turns.numbers``."""
-    behind: Any
+    tiles_behind: Any
     """Number of later key tiles."""
 
 
 @triton.jit
-def place_of(dq, turns, tile, tiles, batch, head, heads, seqlen_q, BLOCK_Q: tl.constexpr):
+def make_dq_turn(dq, turns, tile, tiles, batch, head, heads, seqlen_q, BLOCK_Q: tl.constexpr):
     """Return the ``DqTurn`` of key tile ``tile`` for a query head; 0 if the kernel does not compute dQ."""
     if dq is None:
         return 0
@@ -49,7 +49,7 @@ def place_of(dq, turns, tile, tiles, batch, head, heads, seqlen_q, BLOCK_Q: tl.c
 
 
 @triton.jit
-def add_to_dq(dq, box, turns, place, ds, k, start, seqlen_q, softmax_scale, HEAD_DIM: tl.constexpr):
+def add_to_dq(dq, box, turns, turn, ds, k, start, seqlen_q, softmax_scale, HEAD_DIM: tl.constexpr):
     """Add ``softmax_scale * ds^T k`` to the query rows from ``start``, where ``ds`` is ``[keys, queries]``.
 
     TMA adds if ``box``, a descriptor of dQ in tiles ``[1, BLOCK_Q, 1, D]``, is given; otherwise atomics do. The product
@@ -59,49 +59,49 @@ def add_to_dq(dq, box, turns, place, ds, k, start, seqlen_q, softmax_scale, HEAD
     ds = ds.to(k[0].dtype)
     first = dot(tl.trans(k[0]), ds, None) * softmax_scale
     if turns.gates is not None:
-        wait(turns, place, query_tile)
-    add_part(dq, box, place, first, start, seqlen_q, 0, HEAD_DIM)
+        wait_for_turn(turns, turn, query_tile)
+    add_dq_part(dq, box, turn, first, start, seqlen_q, 0, HEAD_DIM)
     if len(k) == 2:
         second = dot(tl.trans(k[1]), ds, None) * softmax_scale
-        add_part(dq, box, place, second, start, seqlen_q, first_part(HEAD_DIM), HEAD_DIM)
+        add_dq_part(dq, box, turn, second, start, seqlen_q, first_part_width(HEAD_DIM), HEAD_DIM)
     if turns.gates is not None:
-        pass_on(turns, box, place, query_tile)
+        end_turn(turns, box, turn, query_tile)
 
 
 @triton.jit
-def add_part(dq, box, place, value, start, seqlen_q, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr):
+def add_dq_part(dq, box, turn, value, start, seqlen_q, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Add ``value [columns, rows]`` to the columns of dQ from BEGIN, in the query rows from ``start``."""
     WIDTH: tl.constexpr = value.shape[0]
     ROWS: tl.constexpr = value.shape[1]
     if box is not None:
-        offsets = [place.batch.to(tl.int32), start, place.head.to(tl.int32), BEGIN]
+        offsets = [turn.batch.to(tl.int32), start, turn.head.to(tl.int32), BEGIN]
         box.atomic_add(offsets, tl.trans(value).reshape(1, ROWS, 1, WIDTH))
     else:
         rows, offs_d = tl.arange(0, ROWS)[None, :], BEGIN + tl.arange(0, WIDTH)[:, None]
         inside = rows < seqlen_q - start
         if BEGIN + WIDTH > HEAD_DIM:
             inside &= offs_d < HEAD_DIM
-        base = dq.ptr + place.batch * dq.stride_b + place.head * dq.stride_h + tl.cast(start, tl.int64) * dq.stride_s
+        base = dq.ptr + turn.batch * dq.stride_b + turn.head * dq.stride_h + tl.cast(start, tl.int64) * dq.stride_s
         tl.atomic_add(base + (rows * dq.stride_s + offs_d), value, mask=inside, sem="relaxed")
 
 
 @triton.jit
-def wait(turns, place, query_tile):
+def wait_for_turn(turns, turn, query_tile):
     """Wait until all key tiles with an earlier turn have added to a query tile."""
-    number = place.behind
+    number = turn.tiles_behind
     if turns.numbers is not None:
-        number = tl.load(turns.numbers + place.numbers + query_tile)
-    gate = turns.gates + place.gates + query_tile
+        number = tl.load(turns.numbers + turn.wait_offset + query_tile)
+    gate = turns.gates + turn.done_offset + query_tile
     while tl.atomic_cas(gate, number, number, sem="acquire") != number:
         pass
 
 
 @triton.jit
-def pass_on(turns, box, place, query_tile):
+def end_turn(turns, box, turn, query_tile):
     """Let the next key tile add to a query tile."""
     if box is not None:  # wait until TMA has added to global memory, not only read shared memory
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
     tl.debug_barrier()  # all threads must have added before the counter is raised
-    tl.atomic_add(turns.gates + place.gates + query_tile, 1, sem="release")
+    tl.atomic_add(turns.gates + turn.done_offset + query_tile, 1, sem="release")

@@ -22,26 +22,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .modify import column_positions, is_kept, modified, placed, score_unit
-from .parts import accumulate, added, divided, load_rows, products, scaled, store_rows, zeros
+from .score_modifiers import (
+    dropout_keep_mask,
+    load_column_positions,
+    load_tile_position,
+    modify_scores,
+    score_scale_log2,
+)
+from .tile_ops import add_tiles, divide_tile, load_rows, matmul_accumulate, matmul_nt, scale_tile, store_rows, zero_tile
 from .tiles import (
     LN_2,
     LOG2_E,
-    Shape,
-    as_column,
-    clipped,
-    of_head,
-    ranges_of_block,
-    row_interval,
+    LaunchShape,
+    clip_tile_range,
+    head_column,
+    head_row_offset,
+    load_block_ranges,
+    load_row_bounds,
+    select_head,
     tile_rows,
-    vector_of,
-    visible,
-    visit,
+    visible_mask,
+    visit_query_tile,
 )
 
 
 @triton.jit
-def fold(
+def forward_phase(
     acc, l_i, m_i, q, k, v, lo, hi, begin, end, unit, softmax_scale, seqlen_k, modifiers, place,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -52,10 +58,10 @@ def fold(
     for start in range(begin, end, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         k_tile = load_rows(k, offs_k, seqlen_k, HEAD_DIM, MASKED)
-        positions = column_positions(modifiers, offs_k, seqlen_k)
-        qk, _ = modified(products(q, k_tile), modifiers, place, positions, softmax_scale)
+        positions = load_column_positions(modifiers, offs_k, seqlen_k)
+        qk, _ = modify_scores(matmul_nt(q, k_tile), modifiers, place, positions, softmax_scale)
         if MASKED:
-            qk = tl.where(visible(offs_k, lo, hi), qk, float("-inf"))
+            qk = tl.where(visible_mask(offs_k, lo, hi), qk, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1) * unit)
         if MASKED:  # keep the pivot finite: a row that has seen no key would compute inf - inf
             pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -65,31 +71,31 @@ def fold(
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
         if modifiers.counter is not None:  # after the sum, because lse covers dropped weights, too
-            p = tl.where(is_kept(modifiers, place, positions, False), p, 0.0)
+            p = tl.where(dropout_keep_mask(modifiers, place, positions, False), p, 0.0)
         v_tile = load_rows(v, offs_k, seqlen_k, HEAD_DIM_V, MASKED)
-        acc = accumulate(p, v_tile, scaled(acc, alpha[:, None]))
+        acc = matmul_accumulate(p, v_tile, scale_tile(acc, alpha[:, None]))
         m_i = m_new
     return acc, l_i, m_i
 
 
 @triton.jit
-def fold_range(
+def forward_range(
     acc, l_i, m_i, q, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers, place,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, HAS_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Add a tile range to the state in three phases: masked head, full middle, masked tail."""
-    unit = score_unit(modifiers, softmax_scale)
+    unit = score_scale_log2(modifiers, softmax_scale)
     if HAS_HEAD:
-        acc, l_i, m_i = fold(acc, l_i, m_i, q, k, v, lo, hi, key_range.start, key_range.full_start, unit, softmax_scale,
+        acc, l_i, m_i = forward_phase(acc, l_i, m_i, q, k, v, lo, hi, key_range.start, key_range.full_start, unit, softmax_scale,
                              seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
-    acc, l_i, m_i = fold(acc, l_i, m_i, q, k, v, lo, hi, key_range.full_start, key_range.full_end, unit, softmax_scale,
+    acc, l_i, m_i = forward_phase(acc, l_i, m_i, q, k, v, lo, hi, key_range.full_start, key_range.full_end, unit, softmax_scale,
                          seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
-    return fold(acc, l_i, m_i, q, k, v, lo, hi, key_range.full_end, key_range.end, unit, softmax_scale,
+    return forward_phase(acc, l_i, m_i, q, k, v, lo, hi, key_range.full_end, key_range.end, unit, softmax_scale,
                 seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
 
 
 @triton.jit
-def merge(acc, lse, state, lse_ptrs, offs, limit, HEAD_DIM_V: tl.constexpr):
+def merge_state(acc, lse, state, lse_ptrs, offs, limit, HEAD_DIM_V: tl.constexpr):
     """Merge (acc, lse) with the carried state; each is weighted by its sum of exponentials, ``exp(lse)``."""
     old_lse = tl.load(lse_ptrs, mask=offs < limit, other=float("-inf"))
     pivot = tl.maximum(lse, old_lse)
@@ -97,7 +103,7 @@ def merge(acc, lse, state, lse_ptrs, offs, limit, HEAD_DIM_V: tl.constexpr):
     new, old = tl.exp2((lse - pivot) * LOG2_E), tl.exp2((old_lse - pivot) * LOG2_E)
     total = tl.where(new + old == 0.0, 1.0, new + old)
     carried = load_rows(state, offs, limit, HEAD_DIM_V, True)
-    acc = added(scaled(acc, (new / total)[:, None]), scaled(carried, (old / total)[:, None]))
+    acc = add_tiles(scale_tile(acc, (new / total)[:, None]), scale_tile(carried, (old / total)[:, None]))
     return acc, tl.where(new + old == 0.0, float("-inf"), pivot + tl.log2(total) * LN_2)
 
 
@@ -115,7 +121,7 @@ def forward_kernel(
     then stay unchanged. A persistent program takes several tiles.
     """
     if shape.order.count is None:
-        batch, head, first, keys, key_range = visit(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
+        batch, head, first, keys, key_range = visit_query_tile(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
         if IN_PLACE:
             if key_range.end <= key_range.start:
                 return
@@ -123,7 +129,7 @@ def forward_kernel(
                      key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_STATE)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
-            batch, head, first, keys, key_range = visit(index, bounds, shape, BLOCK_Q, BLOCK_K)
+            batch, head, first, keys, key_range = visit_query_tile(index, bounds, shape, BLOCK_Q, BLOCK_K)
             if not IN_PLACE or key_range.end > key_range.start:  # Triton has no return inside a loop
                 forward_tile(q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first,
                              keys, key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_STATE)  # fmt: skip
@@ -138,35 +144,37 @@ def forward_tile(
     """Compute out and lse of BLOCK_Q rows: queries of one head or, packed, of all query heads of one key head."""
     seqlen_k = shape.columns
     if bounds.seqused_k is not None:
-        shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
+        shape = LaunchShape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
     offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)
-    lo, hi = row_interval(bounds, offs_q, shape)
-    column = as_column(heads, shape)
-    lse_ptrs = lse + vector_of(batch, heads, shape) + offs_q
+    lo, hi = load_row_bounds(bounds, offs_q, shape)
+    column = head_column(heads, shape)
+    lse_ptrs = lse + head_row_offset(batch, heads, shape) + offs_q
 
-    acc = zeros(BLOCK_Q, HEAD_DIM_V)
+    acc = zero_tile(BLOCK_Q, HEAD_DIM_V)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = l_i - float("inf")
-    q_tile = load_rows(of_head(q, batch, column), offs_q, shape.rows, HEAD_DIM, True)
-    place = placed(modifiers, offs_q, shape.rows, batch, column, shape.heads)
-    k, v = of_head(k, batch, head // shape.group), of_head(v, batch, head // shape.group)
+    q_tile = load_rows(select_head(q, batch, column), offs_q, shape.rows, HEAD_DIM, True)
+    place = load_tile_position(modifiers, offs_q, shape.rows, batch, column, shape.heads)
+    k, v = select_head(k, batch, head // shape.group), select_head(v, batch, head // shape.group)
     if bounds.block_sparse is None:
-        acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers,
+        acc, l_i, m_i = forward_range(acc, l_i, m_i, q_tile, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers,
                                    place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     else:
-        first_range, end_range = ranges_of_block(bounds.block_sparse, first, shape)
+        first_range, end_range = load_block_ranges(bounds.block_sparse, first, shape)
         for index in range(first_range, end_range):
-            acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi,
-                                       clipped(bounds.block_sparse, index, key_range), softmax_scale, seqlen_k,
+            acc, l_i, m_i = forward_range(acc, l_i, m_i, q_tile, k, v, lo, hi,
+                                       clip_tile_range(bounds.block_sparse, index, key_range), softmax_scale, seqlen_k,
                                        modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K,
                                        bounds.lo is not None)  # fmt: skip
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that has seen no key gets out = 0, lse = -inf
     if modifiers.counter is not None:
-        acc = scaled(acc, modifiers.kept)
-    acc = divided(acc, l_safe[:, None])
+        acc = scale_tile(acc, modifiers.kept)
+    acc = divide_tile(acc, l_safe[:, None])
     new_lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.log2(l_safe)) * LN_2)
     if HAS_STATE:
-        acc, new_lse = merge(acc, new_lse, of_head(state, batch, column), lse_ptrs, offs_q, shape.rows, HEAD_DIM_V)
+        acc, new_lse = merge_state(
+            acc, new_lse, select_head(state, batch, column), lse_ptrs, offs_q, shape.rows, HEAD_DIM_V
+        )
     tl.store(lse_ptrs, new_lse, mask=offs_q < shape.rows)
-    store_rows(of_head(out, batch, column), acc, offs_q, shape.rows, HEAD_DIM_V)
+    store_rows(select_head(out, batch, column), acc, offs_q, shape.rows, HEAD_DIM_V)

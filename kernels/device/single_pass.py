@@ -1,6 +1,6 @@
 """Kernel for dQ, dK and dV in one pass over the pairs of tiles, with five matrix products instead of seven.
 
-The loop over query tiles is that of dK/dV (``key_tile.py``). It also computes ``dS K``, which ``dq_sum.py`` adds to dQ
+The loop over query tiles is that of dK/dV (``dkdv_tile.py``). It also computes ``dS K``, which ``dq_sum.py`` adds to dQ
 in global memory.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .key_tile import key_tile
-from .tiles import program, visit_key_tile
+from .dkdv_tile import dkdv_tile
+from .tiles import program_placement, visit_key_tile
 
 
 @triton.jit
@@ -24,20 +24,20 @@ def single_pass_kernel(
     Equations, shapes and dtypes are those of ``backward.py``; ``dq`` is fp32 ``[B, Sq, H, D]``.
     """
     if turns.gates is None:
-        tile, batch, head = program(shape, BLOCK_K)
+        tile, batch, head = program_placement(shape, BLOCK_K)
     else:
-        tile, batch, head = late_keys_first(shape, BLOCK_K)
+        tile, batch, head = late_keys_placement(shape, BLOCK_K)
     first, keys, query_range = visit_key_tile(tile, batch, bounds, shape, BLOCK_K, BLOCK_Q)
     if IN_PLACE:
         if query_range.end <= query_range.start:  # nothing to add
             return
-    key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale,
+    dkdv_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale,
              modifiers, batch, head, first, keys, query_range,
              HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, RAGGED)  # fmt: skip
 
 
 @triton.jit
-def late_keys_first(shape, BLOCK: tl.constexpr):
+def late_keys_placement(shape, BLOCK: tl.constexpr):
     """Return (tile, batch, head) of this program for the deterministic order, with the last key tiles first.
 
     Programs wait for the programs of later keys, so those must be launched first. Heads alternate, so that as few key

@@ -24,7 +24,7 @@ class TileRange(NamedTuple):
     end: int
 
 
-class Strided(NamedTuple):
+class StridedTensor(NamedTuple):
     """Tensor ``[B, S, H, D]`` with last stride 1; strides count elements."""
 
     ptr: Any
@@ -42,7 +42,7 @@ class BlockSparseRanges(NamedTuple):
     block: Any
 
 
-class Interval(NamedTuple):
+class MaskInterval(NamedTuple):
     """Kernel argument for a ``Bounds``: the interval of columns of each row, or None for all columns."""
 
     lo: Any
@@ -53,7 +53,7 @@ class Interval(NamedTuple):
     """``BlockSparseRanges`` or None."""
 
 
-class Order(NamedTuple):
+class TileOrder(NamedTuple):
     """Order of tiles; if all fields are None, each program takes one tile, head by head."""
 
     l2_group: Any
@@ -64,10 +64,10 @@ class Order(NamedTuple):
     """Number of tiles of a persistent kernel, whose programs take tile after tile; None otherwise."""
 
 
-HEAD_BY_HEAD = Order(None, None, None)
+HEAD_BY_HEAD_ORDER = TileOrder(None, None, None)
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """Sizes of a launch."""
 
     rows: Any
@@ -78,7 +78,7 @@ class Shape(NamedTuple):
     """Heads that are split among programs."""
     group: Any
     """Query heads per key head."""
-    order: Any = HEAD_BY_HEAD
+    order: Any = HEAD_BY_HEAD_ORDER
     packed: Any = None
     """Query heads in a tile, or None. Row r is token ``r // packed`` of query head ``r % packed`` of the key head."""
     splits: Any = None
@@ -86,13 +86,13 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def program(shape, BLOCK: tl.constexpr):
+def program_placement(shape, BLOCK: tl.constexpr):
     """Return (tile, batch, head) of this program, which takes one tile."""
-    return placement(tl.program_id(0), shape, BLOCK)
+    return tile_placement(tl.program_id(0), shape, BLOCK)
 
 
 @triton.jit
-def placement(index, shape, BLOCK: tl.constexpr):
+def tile_placement(index, shape, BLOCK: tl.constexpr):
     """Return (tile, batch, head) of the ``index``-th tile in the order; tile 0 is the longest tile of a head."""
     tiles = tl.cdiv(shape.rows if shape.packed is None else shape.rows * shape.packed, BLOCK)
     if shape.order.l2_group is None:  # the tiles of one head run together and share its K/V in L2
@@ -117,7 +117,7 @@ def tile_rows(first, head, shape, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def as_column(head, shape):
+def head_column(head, shape):
     """Return the query heads of a tile as a column: one head or, packed, ``[BLOCK, 1]``."""
     if shape.packed is None:
         return head
@@ -126,7 +126,7 @@ def as_column(head, shape):
 
 
 @triton.jit
-def vector_of(batch, head, shape):
+def head_row_offset(batch, head, shape):
     """Return the offset of a head's vector in ``lse`` and ``delta``, ``[B, H, S]``; if packed, of each row's head."""
     if shape.packed is None:
         return (batch * shape.heads + head) * shape.rows
@@ -135,14 +135,14 @@ def vector_of(batch, head, shape):
 
 
 @triton.jit
-def of_head(tensor, batch, head):
+def select_head(tensor, batch, head):
     """Return the ``[S, D]`` tensor of one head, or of a column of heads, one for each row of a tile."""
     ptr = tensor.ptr + batch * tensor.stride_b + head * tensor.stride_h
-    return Strided(ptr, tensor.stride_b, tensor.stride_s, tensor.stride_h)
+    return StridedTensor(ptr, tensor.stride_b, tensor.stride_s, tensor.stride_h)
 
 
 @triton.jit
-def row_interval(interval, offs, shape):
+def load_row_bounds(interval, offs, shape):
     """Load the bounds (lo, hi) of the rows of a tile; rows past the end see no column."""
     inside = offs < shape.rows
     if interval.lo is None:
@@ -156,7 +156,7 @@ def row_interval(interval, offs, shape):
 
 
 @triton.jit
-def row_limits(interval, first, shape, BLOCK_ROWS: tl.constexpr):
+def load_tile_limits(interval, first, shape, BLOCK_ROWS: tl.constexpr):
     """Load the bounds of the first and the last row of a tile; bounds never decrease, so these are its extremes."""
     if interval.lo is None:
         return 0, 0, shape.columns, shape.columns
@@ -176,9 +176,9 @@ def row_limits(interval, first, shape, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def tile_range(interval, first, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def load_tile_range(interval, first, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the ``TileRange`` of a block of rows; the jit mirror of ``bounds.tile_range``."""
-    lo_first, lo_last, hi_first, hi_last = row_limits(interval, first, shape, BLOCK_ROWS)
+    lo_first, lo_last, hi_first, hi_last = load_tile_limits(interval, first, shape, BLOCK_ROWS)
     start = lo_first // BLOCK * BLOCK
     end = tl.where(hi_last > lo_first, tl.cdiv(hi_last, BLOCK) * BLOCK, start)
     full_start = tl.maximum(tl.cdiv(lo_last, BLOCK) * BLOCK, start)
@@ -190,21 +190,21 @@ def tile_range(interval, first, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def visit(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def visit_query_tile(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return (batch, head, first row, keys, range of keys) of the ``index``-th tile of the forward or dQ."""
-    tile, batch, head = placement(index, shape, BLOCK_ROWS)
+    tile, batch, head = tile_placement(index, shape, BLOCK_ROWS)
     rows = shape.rows if shape.packed is None else shape.rows * shape.packed
     first = (tl.cdiv(rows, BLOCK_ROWS) - 1 - tile) * BLOCK_ROWS  # longest first: late rows see most keys
     if bounds.seqused_k is not None:
         keys = tl.load(bounds.seqused_k + batch)
-        shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
-    return batch, head, first, shape.columns, tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
+        shape = LaunchShape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
+    return batch, head, first, shape.columns, load_tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
 
 
 @triton.jit
-def visit_keys(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def visit_key_index(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return (batch, head, first key, keys, range of queries) of the ``index``-th tile of dK/dV."""
-    tile, batch, head = placement(index, shape, BLOCK_ROWS)
+    tile, batch, head = tile_placement(index, shape, BLOCK_ROWS)
     first, keys, query_range = visit_key_tile(tile, batch, bounds, shape, BLOCK_ROWS, BLOCK)
     return batch, head, first, keys, query_range
 
@@ -215,19 +215,19 @@ def visit_key_tile(tile, batch, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: 
     first = tile * BLOCK_ROWS  # longest first: most queries see early keys
     if bounds.seqused_k is not None:  # later keys are padding
         keys = tl.load(bounds.seqused_k + batch)
-        shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
-    return first, shape.rows, tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
+        shape = LaunchShape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
+    return first, shape.rows, load_tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
 
 
 @triton.jit
-def ranges_of_block(ranges, first, shape):
+def load_block_ranges(ranges, first, shape):
     """Return [first, last) indices of the column ranges that the block of rows with row ``first`` sees."""
     block = (first if shape.packed is None else first // shape.packed) // ranges.block
     return tl.load(ranges.offsets + block), tl.load(ranges.offsets + block + 1)
 
 
 @triton.jit
-def clipped(ranges, index, visits):
+def clip_tile_range(ranges, index, visits):
     """Return the intersection of a ``TileRange`` with the ``index``-th range of columns."""
     begin, past = tl.load(ranges.begins + index), tl.load(ranges.ends + index)
     start = tl.maximum(visits.start, begin)
@@ -238,6 +238,6 @@ def clipped(ranges, index, visits):
 
 
 @triton.jit
-def visible(offs, lo, hi):
+def visible_mask(offs, lo, hi):
     """Return bool ``[rows, columns]``: True if the column lies in the row's interval."""
     return (offs[None, :] >= lo[:, None]) & (offs[None, :] < hi[:, None])

@@ -28,23 +28,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..device import tiles
-from . import steps
+from . import step_order
 
 LOG2_E = gl.constexpr(tiles.LOG2_E.value)
 LN_2 = gl.constexpr(tiles.LN_2.value)
-CONSUMERS, ROWS = gl.constexpr(steps.CONSUMERS), gl.constexpr(steps.ROWS)
-WARPS = gl.constexpr([4, 1])  # of consumer 1 and the producer; consumer 0 has the warps of the launch
-REGISTERS = gl.constexpr([240, 24])  # per thread of consumer 1 and the producer; consumer 0 gets the rest, also 240
+CONSUMERS, CONSUMER_ROWS = gl.constexpr(step_order.CONSUMERS), gl.constexpr(step_order.CONSUMER_ROWS)
+PARTITION_WARPS = gl.constexpr([4, 1])  # of consumer 1 and the producer; consumer 0 has the warps of the launch
+PARTITION_REGISTERS = gl.constexpr(
+    [240, 24]
+)  # per thread of consumer 1 and the producer; consumer 0 gets the rest, also 240
 
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.8
+tma_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.8
 
-slot_of, parity_of = gluon.jit(steps.slot_of), gluon.jit(steps.parity_of)
-column_of, turn_parity = gluon.jit(steps.column_of), gluon.jit(steps.turn_parity)
-phases_of = gluon.jit(steps.phases_of)
-tile_range, of_head, program = tiles.tile_range, tiles.of_head, tiles.program
+step_slot, step_parity = gluon.jit(step_order.step_slot), gluon.jit(step_order.step_parity)
+step_column, turn_parity = gluon.jit(step_order.step_column), gluon.jit(step_order.turn_parity)
+step_phases = gluon.jit(step_order.step_phases)
+load_tile_range, select_head, program_placement = tiles.load_tile_range, tiles.select_head, tiles.program_placement
 
 
-class Ring(NamedTuple):
+class TileRing(NamedTuple):
     """Ring of tile slots in shared memory, with one barrier for arrival and one for release per slot."""
 
     tiles: Any
@@ -52,13 +54,13 @@ class Ring(NamedTuple):
     empty: Any
 
 
-class Shared(NamedTuple):
+class ForwardShared(NamedTuple):
     """Shared memory of the forward: query rows, rings of K and V, and the barriers of the consumers' turns."""
 
     q: Any
     q_full: Any
-    k: Ring
-    v: Ring
+    k: TileRing
+    v: TileRing
     turns: Any
 
 
@@ -78,7 +80,7 @@ class ProgramRows(NamedTuple):
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Allocate ``COUNT`` barriers that complete a phase after ``ARRIVALS`` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -87,55 +89,55 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def ring_of(descriptor, SLOTS: gl.constexpr):
+def make_tile_ring(descriptor, SLOTS: gl.constexpr):
     block: gl.constexpr = descriptor.block_type.shape
     slots = gl.allocate_shared_memory(descriptor.dtype, [SLOTS] + block, descriptor.layout)  # noqa: RUF005 (jit code has no star)
-    return Ring(slots, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS))
+    return TileRing(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
 
 
 @gluon.jit
-def fill(ring, descriptor, step, place, head, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr):
+def load_kv_step(ring, descriptor, step, place, head, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr):
     """Start the TMA load of the tile of ``step`` once both consumers have released its slot."""
-    slot = slot_of(step, SLOTS)
-    mbarrier.wait(ring.empty.index(slot), parity_of(step, SLOTS) ^ 1)
+    slot = step_slot(step, SLOTS)
+    mbarrier.wait(ring.empty.index(slot), step_parity(step, SLOTS) ^ 1)
     mbarrier.expect(ring.full.index(slot), descriptor.block_type.nbytes)
-    coords = [place.batch, column_of(step, place.past, BLOCK_K), head, 0]
-    load_tile(descriptor, coords, ring.full.index(slot), ring.tiles.index(slot))
+    coords = [place.batch, step_column(step, place.past, BLOCK_K), head, 0]
+    tma_load_tile(descriptor, coords, ring.full.index(slot), ring.tiles.index(slot))
 
 
 @gluon.jit
-def producer(shared, place, descriptors, group, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr):
+def forward_producer(shared, place, descriptors, group, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr):
     """Load Q, then K and V in the order of the consumers' waits: K of each step before V of the previous step."""
     q, k, v = descriptors
     mbarrier.expect(shared.q_full.index(0), CONSUMERS * q.block_type.nbytes)
     for consumer in gl.static_range(CONSUMERS):
-        coords = [place.batch, place.first + consumer * ROWS, place.head, 0]
-        load_tile(q, coords, shared.q_full.index(0), shared.q.index(consumer))
+        coords = [place.batch, place.first + consumer * CONSUMER_ROWS, place.head, 0]
+        tma_load_tile(q, coords, shared.q_full.index(0), shared.q.index(consumer))
     head = place.head // group
-    fill(shared.k, k, 0, place, head, SLOTS, BLOCK_K)
+    load_kv_step(shared.k, k, 0, place, head, SLOTS, BLOCK_K)
     for step in range(1, place.steps):
-        fill(shared.k, k, step, place, head, SLOTS, BLOCK_K)
-        fill(shared.v, v, step - 1, place, head, SLOTS, BLOCK_K)
-    fill(shared.v, v, place.steps - 1, place, head, SLOTS, BLOCK_K)
+        load_kv_step(shared.k, k, step, place, head, SLOTS, BLOCK_K)
+        load_kv_step(shared.v, v, step - 1, place, head, SLOTS, BLOCK_K)
+    load_kv_step(shared.v, v, place.steps - 1, place, head, SLOTS, BLOCK_K)
 
 
 @gluon.jit
-def wait_full(ring, step, SLOTS: gl.constexpr):
+def wait_tile(ring, step, SLOTS: gl.constexpr):
     """Wait until the tile of ``step`` has arrived."""
-    mbarrier.wait(ring.full.index(slot_of(step, SLOTS)), parity_of(step, SLOTS))
+    mbarrier.wait(ring.full.index(step_slot(step, SLOTS)), step_parity(step, SLOTS))
 
 
 @gluon.jit
-def tile_of(ring, step, SLOTS: gl.constexpr):
+def step_tile(ring, step, SLOTS: gl.constexpr):
     """Return the tile of ``step`` in shared memory, ``[keys, head dim]``."""
-    tile = ring.tiles.index(slot_of(step, SLOTS))
+    tile = ring.tiles.index(step_slot(step, SLOTS))
     return tile.reshape([tile.shape[1], tile.shape[3]])
 
 
 @gluon.jit
-def release(ring, step, SLOTS: gl.constexpr):
+def release_tile(ring, step, SLOTS: gl.constexpr):
     """Release the slot of ``step``: this warpgroup no longer reads its tile."""
-    mbarrier.arrive(ring.empty.index(slot_of(step, SLOTS)), count=1)
+    mbarrier.arrive(ring.empty.index(step_slot(step, SLOTS)), count=1)
 
 
 @gluon.jit
@@ -145,20 +147,20 @@ def wait_turn(turns, CONSUMER: gl.constexpr, turn):
 
 
 @gluon.jit
-def give_turn(turns, CONSUMER: gl.constexpr):
+def pass_turn(turns, CONSUMER: gl.constexpr):
     """Let the other consumer start its products."""
     mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
 
 
-class Softmax(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Online softmax state of a warpgroup's rows: sum of exponentials and pivot (base 2)."""
 
-    sums: Any
-    pivot: Any
+    l_i: Any
+    m_i: Any
 
 
 @gluon.jit
-def seen(column, offs, lo, hi, columns, BOUNDED: gl.constexpr):
+def hopper_visible_mask(column, offs, lo, hi, columns, BOUNDED: gl.constexpr):
     """Return bool ``[rows, keys]`` of the tile that begins at ``column``: True if the row sees the key."""
     # Shift the bounds, not the keys: with shifted keys, each key of the tile takes a register.
     if BOUNDED:
@@ -168,26 +170,26 @@ def seen(column, offs, lo, hi, columns, BOUNDED: gl.constexpr):
 
 
 @gluon.jit
-def weights(scores, softmax, unit, visible, MASKED: gl.constexpr):
+def online_softmax_step(scores, softmax, unit, mask, MASKED: gl.constexpr):
     """Return p of a tile, the updated softmax state, and the factor alpha of the earlier sums.
 
     The recurrence is that of ``device/forward.py``.
     """
     if MASKED:
-        scores = gl.where(visible, scores, float("-inf"))
-    m_new = gl.maximum(softmax.pivot, gl.max(scores, 1) * unit)
+        scores = gl.where(mask, scores, float("-inf"))
+    m_new = gl.maximum(softmax.m_i, gl.max(scores, 1) * unit)
     if MASKED:  # keep the pivot finite: a row that has seen no key would compute inf - inf
         pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         pivot = m_new
     p = gl.exp2(scores * unit - pivot[:, None])
-    alpha = gl.exp2(softmax.pivot - pivot)
-    l_new = softmax.sums * alpha + gl.sum(p, 1)
-    return p, Softmax(l_new, m_new), alpha
+    alpha = gl.exp2(softmax.m_i - pivot)
+    l_new = softmax.l_i * alpha + gl.sum(p, 1)
+    return p, SoftmaxState(l_new, m_new), alpha
 
 
 @gluon.jit
-def fold(
+def hopper_forward_phase(
     acc, p, softmax, q, shared, place, begin, end, lo, hi, unit, columns,
     CONSUMER: gl.constexpr, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -196,24 +198,24 @@ def fold(
     dtype: gl.constexpr = p.dtype
     weights_layout: gl.constexpr = p.type.layout
     for step in range(begin, end):
-        wait_full(shared.k, step, SLOTS)
-        k_tile, v_tile = tile_of(shared.k, step, SLOTS), tile_of(shared.v, step - 1, SLOTS)
+        wait_tile(shared.k, step, SLOTS)
+        k_tile, v_tile = step_tile(shared.k, step, SLOTS), step_tile(shared.v, step - 1, SLOTS)
         wait_turn(shared.turns, CONSUMER, step - 1)
-        empty = gl.zeros([ROWS, BLOCK_K], gl.float32, scores_layout)
+        empty = gl.zeros([CONSUMER_ROWS, BLOCK_K], gl.float32, scores_layout)
         scores = warpgroup_mma(q, k_tile.permute((1, 0)), empty, use_acc=False, is_async=True)
         acc = warpgroup_mma(p, v_tile, acc, is_async=True)
-        give_turn(shared.turns, CONSUMER)
+        pass_turn(shared.turns, CONSUMER)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        release(shared.k, step, SLOTS)
-        column, offs_k = column_of(step, place.past, BLOCK_K), gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
-        visible = seen(column, offs_k, lo, hi, columns, BOUNDED) if MASKED else None
-        p_next, softmax, alpha = weights(scores, softmax, unit, visible, MASKED)
+        release_tile(shared.k, step, SLOTS)
+        column, offs_k = step_column(step, place.past, BLOCK_K), gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
+        visible = hopper_visible_mask(column, offs_k, lo, hi, columns, BOUNDED) if MASKED else None
+        p_next, softmax, alpha = online_softmax_step(scores, softmax, unit, visible, MASKED)
         # Wait for V of the next step already here. This branch keeps ptxas from moving the wait for P V up to the
         # beginning of the softmax, as it does in straight-line code.
-        wait_full(shared.v, step, SLOTS)
+        wait_tile(shared.v, step, SLOTS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         p = gl.convert_layout(p_next.to(dtype), weights_layout)  # after the wait, because P V reads p's registers
-        release(shared.v, step - 1, SLOTS)
+        release_tile(shared.v, step - 1, SLOTS)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, p, softmax
 
@@ -225,7 +227,7 @@ def mma_layout(columns):
 
 
 @gluon.jit
-def row_interval(bounds, offs, rows, columns, BOUNDED: gl.constexpr):
+def hopper_row_bounds(bounds, offs, rows, columns, BOUNDED: gl.constexpr):
     """Load the bounds (lo, hi) of the rows of a tile; with BOUNDED, rows past the end see no key."""
     inside = offs < rows
     if BOUNDED:
@@ -235,14 +237,14 @@ def row_interval(bounds, offs, rows, columns, BOUNDED: gl.constexpr):
 
 
 @gluon.jit
-def pointers(tensor, offs, HEAD_DIM: gl.constexpr, layout: gl.constexpr):
+def tile_pointers(tensor, offs, HEAD_DIM: gl.constexpr, layout: gl.constexpr):
     # 64-bit, because row 262,144 with a stride of 8,192 elements overflows an int32
     rows = gl.convert_layout(offs, gl.SliceLayout(1, layout)).to(gl.int64)
     return tensor.ptr + rows[:, None] * tensor.stride_s + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
-def finish(
+def store_output(
     acc, softmax, tensors, shape, place, offs, HEAD_DIM: gl.constexpr, HAS_STATE: gl.constexpr,
 ):  # fmt: skip
     """Divide by the sums, merge with the carried state, and store out and lse."""
@@ -252,8 +254,8 @@ def finish(
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     inside = offs < shape.rows
     lse_pointers = lse + (batch * shape.heads + head) * shape.rows + offs
-    l_safe = gl.where(softmax.sums == 0.0, 1.0, softmax.sums)  # a row that has seen no key gets out = 0, lse = -inf
-    new_lse = gl.where(softmax.sums == 0.0, float("-inf"), (softmax.pivot + gl.log2(l_safe)) * LN_2)
+    l_safe = gl.where(softmax.l_i == 0.0, 1.0, softmax.l_i)  # a row that has seen no key gets out = 0, lse = -inf
+    new_lse = gl.where(softmax.l_i == 0.0, float("-inf"), (softmax.m_i + gl.log2(l_safe)) * LN_2)
     row_mask = gl.convert_layout(inside, by_row)[:, None]
     if HAS_STATE:
         old_lse = gl.load(lse_pointers, mask=inside, other=float("-inf"))
@@ -262,18 +264,20 @@ def finish(
         new, old = gl.exp2((new_lse - pivot) * LOG2_E), gl.exp2((old_lse - pivot) * LOG2_E)
         total = gl.where(new + old == 0.0, 1.0, new + old)
         new_lse = gl.where(new + old == 0.0, float("-inf"), pivot + gl.log2(total) * LN_2)
-        carried = gl.load(pointers(of_head(state, batch, head), offs, HEAD_DIM, layout), mask=row_mask, other=0.0)
+        carried = gl.load(
+            tile_pointers(select_head(state, batch, head), offs, HEAD_DIM, layout), mask=row_mask, other=0.0
+        )
         acc = acc * gl.convert_layout(new / total / l_safe, by_row)[:, None]
         acc = acc + carried * gl.convert_layout(old / total, by_row)[:, None]
     else:
         acc = acc / gl.convert_layout(l_safe, by_row)[:, None]
     gl.store(lse_pointers, new_lse, mask=inside)
-    out_head = of_head(out, batch, head)
-    gl.store(pointers(out_head, offs, HEAD_DIM, layout), acc.to(out_head.ptr.dtype.element_ty), mask=row_mask)
+    out_head = select_head(out, batch, head)
+    gl.store(tile_pointers(out_head, offs, HEAD_DIM, layout), acc.to(out_head.ptr.dtype.element_ty), mask=row_mask)
 
 
 @gluon.jit
-def consumer(
+def forward_consumer(
     shared, place, tensors, bounds, shape, softmax_scale,
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr, HAS_STATE: gl.constexpr,
 ):  # fmt: skip
@@ -282,45 +286,49 @@ def consumer(
     scores_layout: gl.constexpr = mma_layout(BLOCK_K)
     out_layout: gl.constexpr = mma_layout(HEAD_DIM)
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
-    offs = place.first + CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
-    lo, hi = row_interval(bounds, offs, shape.rows, shape.columns, BOUNDED)
+    offs = place.first + CONSUMER * CONSUMER_ROWS + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, scores_layout))
+    lo, hi = hopper_row_bounds(bounds, offs, shape.rows, shape.columns, BOUNDED)
     unit = softmax_scale * LOG2_E
 
     mbarrier.wait(shared.q_full.index(0), 0)
     q = shared.q.index(CONSUMER)
-    q = q.reshape([ROWS, HEAD_DIM])
-    wait_full(shared.k, 0, SLOTS)
-    k_tile = tile_of(shared.k, 0, SLOTS)
+    q = q.reshape([CONSUMER_ROWS, HEAD_DIM])
+    wait_tile(shared.k, 0, SLOTS)
+    k_tile = step_tile(shared.k, 0, SLOTS)
     scores = warpgroup_mma(
-        q, k_tile.permute((1, 0)), gl.zeros([ROWS, BLOCK_K], gl.float32, scores_layout), use_acc=False, is_async=True
+        q,
+        k_tile.permute((1, 0)),
+        gl.zeros([CONSUMER_ROWS, BLOCK_K], gl.float32, scores_layout),
+        use_acc=False,
+        is_async=True,
     )
     scores = warpgroup_mma_wait(0, deps=[scores])
-    release(shared.k, 0, SLOTS)
-    column, offs_k = column_of(0, place.past, BLOCK_K), gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
-    visible = seen(column, offs_k, lo, hi, shape.columns, BOUNDED)
-    zeros = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
-    softmax = Softmax(zeros, zeros - float("inf"))
-    p, softmax, _ = weights(scores, softmax, unit, visible, True)
+    release_tile(shared.k, 0, SLOTS)
+    column, offs_k = step_column(0, place.past, BLOCK_K), gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
+    visible = hopper_visible_mask(column, offs_k, lo, hi, shape.columns, BOUNDED)
+    zeros = gl.zeros([CONSUMER_ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
+    softmax = SoftmaxState(zeros, zeros - float("inf"))
+    p, softmax, _ = online_softmax_step(scores, softmax, unit, visible, True)
     p = gl.convert_layout(p.to(q.dtype), weights_layout)
-    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, out_layout)
-    wait_full(shared.v, 0, SLOTS)
+    acc = gl.zeros([CONSUMER_ROWS, HEAD_DIM], gl.float32, out_layout)
+    wait_tile(shared.v, 0, SLOTS)
     if BOUNDED:
-        acc, p, softmax = fold(
+        acc, p, softmax = hopper_forward_phase(
             acc, p, softmax, q, shared, place, 1, place.tail, lo, hi, unit, shape.columns,
             CONSUMER, SLOTS, BLOCK_K, True, True,
         )  # fmt: skip
-    acc, p, softmax = fold(
+    acc, p, softmax = hopper_forward_phase(
         acc, p, softmax, q, shared, place, place.tail, place.full, lo, hi, unit, shape.columns,
         CONSUMER, SLOTS, BLOCK_K, False, BOUNDED,
     )  # fmt: skip
     if BOUNDED:
-        acc, p, softmax = fold(
+        acc, p, softmax = hopper_forward_phase(
             acc, p, softmax, q, shared, place, place.full, place.steps, lo, hi, unit, shape.columns,
             CONSUMER, SLOTS, BLOCK_K, True, True,
         )  # fmt: skip
-    v_tile = tile_of(shared.v, place.steps - 1, SLOTS)
+    v_tile = step_tile(shared.v, place.steps - 1, SLOTS)
     acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v_tile, acc, is_async=True)])
-    finish(acc, softmax, tensors, shape, place, offs, HEAD_DIM, HAS_STATE)
+    store_output(acc, softmax, tensors, shape, place, offs, HEAD_DIM, HAS_STATE)
 
 
 @gluon.jit
@@ -333,28 +341,34 @@ def hopper_kernel(
     ``q``, ``k`` and ``v`` are TMA descriptors of float16 or bfloat16 tensors; shapes are those of
     ``device.forward.forward_kernel``.
     """
-    BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
-    tile, batch, head = program(shape, BLOCK_Q)
+    BLOCK_Q: gl.constexpr = CONSUMERS * CONSUMER_ROWS
+    tile, batch, head = program_placement(shape, BLOCK_Q)
     first = (gl.cdiv(shape.rows, BLOCK_Q) - 1 - tile) * BLOCK_Q  # longest first: late rows see most keys
-    start, full_start, full_end, end = tile_range(bounds, first, shape, BLOCK_Q, BLOCK_K)
-    past, tail, full, count = phases_of(start, full_start, full_end, end, shape.columns, BLOCK_K)
+    start, full_start, full_end, end = load_tile_range(bounds, first, shape, BLOCK_Q, BLOCK_K)
+    past, tail, full, count = step_phases(start, full_start, full_end, end, shape.columns, BLOCK_K)
     place = ProgramRows(first, batch.to(gl.int32), head.to(gl.int32), past, tail, full, count)
     block: gl.constexpr = q.block_type.shape
-    shared = Shared(
+    shared = ForwardShared(
         gl.allocate_shared_memory(q.dtype, [CONSUMERS] + block, q.layout),  # noqa: RUF005 (jit code has no star)
-        barriers(1, 1),
-        ring_of(k, SLOTS),
-        ring_of(v, SLOTS),
-        barriers(CONSUMERS, 1),
+        make_barriers(1, 1),
+        make_tile_ring(k, SLOTS),
+        make_tile_ring(v, SLOTS),
+        make_barriers(CONSUMERS, 1),
     )
     fence_async_shared()  # TMA must see the initialised barriers
     tensors = (state, out, lse)
     gl.warp_specialize(
         [
-            (consumer, (shared, place, tensors, bounds, shape, softmax_scale, 0, HEAD_DIM, SLOTS, BLOCK_K, HAS_STATE)),
-            (consumer, (shared, place, tensors, bounds, shape, softmax_scale, 1, HEAD_DIM, SLOTS, BLOCK_K, HAS_STATE)),
-            (producer, (shared, place, (q, k, v), shape.group, SLOTS, BLOCK_K)),
+            (
+                forward_consumer,
+                (shared, place, tensors, bounds, shape, softmax_scale, 0, HEAD_DIM, SLOTS, BLOCK_K, HAS_STATE),
+            ),
+            (
+                forward_consumer,
+                (shared, place, tensors, bounds, shape, softmax_scale, 1, HEAD_DIM, SLOTS, BLOCK_K, HAS_STATE),
+            ),
+            (forward_producer, (shared, place, (q, k, v), shape.group, SLOTS, BLOCK_K)),
         ],
-        WARPS,
-        REGISTERS,
+        PARTITION_WARPS,
+        PARTITION_REGISTERS,
     )

@@ -16,7 +16,7 @@ from ..local.registry import register_backend
 from . import blockwise
 
 NO_DROPOUT = 0.0
-LEAST_ROWS = 128  # least rows of a diagonal square; with smaller ones a call costs more than it saves
+MIN_SPLIT_ROWS = 128  # least rows of a diagonal square; with smaller ones a call costs more than it saves
 
 
 def operator_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def operator_backward(
 
 def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     rows, squares = lse.shape[2], 1
-    while rows % (2 * squares) == 0 and rows // (2 * squares) >= LEAST_ROWS:
+    while rows % (2 * squares) == 0 and rows // (2 * squares) >= MIN_SPLIT_ROWS:
         squares *= 2
     pieces = _operator_backward(
         tuple(_cut(x, squares) for x in given), _cut_lse(lse, squares), causal=True, scale=scale

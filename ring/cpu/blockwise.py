@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import Bounds, Scores
-from ..local.regions import KeyRanges, Limits, Region, limits
+from ..local.regions import KeyLimits, KeyRanges, Region, key_limits
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key after each round
@@ -38,7 +38,7 @@ WORD = 0xFFFFFFFF
 Counter = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def first_word(seed: int, counter: Counter) -> Tensor:
+def philox_word(seed: int, counter: Counter) -> Tensor:
     """Return the first of the four Philox words for ``counter`` under the key ``(low word, high word)`` of ``seed``.
 
     ``counter`` is four int64 tensors of 32-bit words that broadcast. The words stay unexpanded as long as the rounds
@@ -49,17 +49,17 @@ def first_word(seed: int, counter: Counter) -> Tensor:
         counter = _round(counter, key)
         key = [word + step & WORD for word, step in zip(key, WEYL, strict=True)]
     _, c1, c2, _ = counter
-    return _mixed(c2 * MULTIPLIERS[1], c1, key[0])
+    return _mix_word(c2 * MULTIPLIERS[1], c1, key[0])
 
 
 def _round(counter: Counter, key: list[int]) -> Counter:
     """Compute one round. The second and fourth words keep their upper half, which the next round masks."""
     c0, c1, c2, c3 = counter
     products = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-    return _mixed(products[1], c1, key[0]), products[1], _mixed(products[0], c3, key[1]), products[0]
+    return _mix_word(products[1], c1, key[0]), products[1], _mix_word(products[0], c3, key[1]), products[0]
 
 
-def _mixed(product: Tensor, word: Tensor, key: int) -> Tensor:
+def _mix_word(product: Tensor, word: Tensor, key: int) -> Tensor:
     """Return the upper word of a 64-bit product, xor ``word``, xor ``key``. The mask drops the shift's sign bits."""
     return torch.bitwise_xor(product >> 32, word ^ key).bitwise_and_(WORD)
 
@@ -77,7 +77,7 @@ class RegionTile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Modifiers:
+class RegionModifiers:
     """Softcap, ALiBi and dropout of one region. Positions, slopes and random numbers are those of the whole call.
 
     A tile is fp32 ``[heads, rows, keys]``.
@@ -86,7 +86,7 @@ class Modifiers:
     scores: Scores
     region: Region
 
-    def apply(self, tile: Tensor, at: RegionTile, *, backward: bool = False) -> Tensor | None:
+    def apply(self, tile: Tensor, tile_position: RegionTile, *, backward: bool = False) -> Tensor | None:
         """Apply softcap and ALiBi to ``tile`` in place.
 
         ``tile`` holds ``scale * log2(e) * q k^T`` and becomes ``log2(e)`` times ``cap * tanh(score / cap)`` and then
@@ -100,37 +100,39 @@ class Modifiers:
             tile.mul_(cap)
         slopes = self.scores.alibi_slopes
         if slopes is not None:
-            own = slopes if slopes.dim() == 1 else slopes[self.region.batch + at.item]
-            rows, keys = self._positions(at)
+            own = slopes if slopes.dim() == 1 else slopes[self.region.batch + tile_position.item]
+            rows, keys = self._positions(tile_position)
             distance = (rows[:, None] - keys).abs_().float()
-            tile.addcmul_(own[at.heads, None, None], distance, value=-LOG2_E)
+            tile.addcmul_(own[tile_position.heads, None, None], distance, value=-LOG2_E)
         return derivative
 
-    def kept(self, at: RegionTile) -> Tensor:
+    def dropout_factors(self, tile_position: RegionTile) -> Tensor:
         """Return the factors of dropout: 0, or ``1 / (1 - p)``.
 
         A weight is kept if the first Philox4x32-10 word is at least ``scores.threshold``. The key is the seed, the
         counter is (query position, key position, head, batch item).
         """
         seed, threshold = self.scores.dropout_seed, self.scores.threshold
-        rows, keys = self._positions(at)
-        item = torch.tensor(self.region.batch + at.item)
-        first = self.scores.first_head + at.heads.start
-        factors = torch.empty(at.heads.stop - at.heads.start, len(rows), len(keys), dtype=torch.float32)
+        rows, keys = self._positions(tile_position)
+        item = torch.tensor(self.region.batch + tile_position.item)
+        first = self.scores.first_head + tile_position.heads.start
+        factors = torch.empty(
+            tile_position.heads.stop - tile_position.heads.start, len(rows), len(keys), dtype=torch.float32
+        )
         for number, factor in enumerate(factors):  # one head at a time, so that the 64-bit words stay in the cache
             head = torch.tensor(first + number)
-            factor.copy_(first_word(seed, (rows[:, None], keys, head, item)) >= threshold)
+            factor.copy_(philox_word(seed, (rows[:, None], keys, head, item)) >= threshold)
         return factors.mul_(1 / (1 - self.scores.dropout_p))
 
     def _positions(self, at: RegionTile) -> tuple[Tensor, Tensor]:
         """Return the global positions of the rows and of the keys of a tile, int64."""
         q_positions, k_positions = self.scores.q_positions, self.scores.k_positions
         assert q_positions is not None and k_positions is not None
-        rows, keys = _moved(at.rows, self.region.row), _moved(at.keys, self.region.key)
+        rows, keys = _shift_slice(at.rows, self.region.row), _shift_slice(at.keys, self.region.key)
         return q_positions[rows].long(), k_positions[keys].long()
 
 
-def _moved(span: slice, by: int) -> slice:
+def _shift_slice(span: slice, by: int) -> slice:
     return slice(span.start + by, span.stop + by)
 
 
@@ -141,11 +143,11 @@ FOLDED_ROWS = 256  # rows of one product, over all query heads of the group; sge
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 32, 128  # fewer rows read K and V too often, more waste work at window edges
 TILE_KEYS = 512
 TILE_SCORES = 1 << 18  # scores per tile and thread: 1 MiB in fp32, half of a typical L2 cache
-EDGES = 64  # cached edge masks; all blocks of a window have equal ones
+EDGE_CACHE_SIZE = 64  # cached edge masks; all blocks of a window have equal ones
 
 
 @dataclass(frozen=True)
-class Chunk:
+class HeadChunk:
     """One batch item and a group of key/value heads, with their query heads; ``keys`` are ``[Hkv, Sk, D]``."""
 
     item: int
@@ -155,13 +157,13 @@ class Chunk:
     values: Tensor
 
     @cached_property
-    def longest(self) -> tuple[float, float]:
+    def max_norms(self) -> tuple[float, float]:
         """Largest norm of a key and of a value."""
         key, value = (float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (self.keys, self.values))
         return key, value
 
 
-class Edge(NamedTuple):
+class MaskEdge(NamedTuple):
     """Columns of a tile that some rows do not see. Scores are masked by ``&`` with the bits, then ``+`` the ceiling."""
 
     columns: slice
@@ -169,23 +171,23 @@ class Edge(NamedTuple):
     ceiling: Tensor  # fp32 [rows, columns]: 0 if the row sees the key, otherwise -inf
 
 
-class Tile(NamedTuple):
+class KeyTile(NamedTuple):
     """Keys ``[key, end)`` against one block of rows."""
 
     key: int
     end: int
-    edges: tuple[Edge, ...]
+    edges: tuple[MaskEdge, ...]
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Query rows ``[row, end)`` and the tiles that they see."""
 
     row: int
     end: int
-    tiles: tuple[Tile, ...]
+    tiles: tuple[KeyTile, ...]
 
 
-def chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[Chunk]:
+def head_chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[HeadChunk]:
     """Group key/value heads so that each thread is busy and its tile of scores fits into the cache."""
     items, keys, kv_heads, _ = k.shape
     scores = group * min(_block_rows(group), rows) * min(TILE_KEYS, keys)
@@ -196,11 +198,11 @@ def chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[Chunk]:
             end = min(first + step, kv_heads)
             chunk_kv = [x[item, :, first:end].transpose(0, 1).float().contiguous() for x in (k, v)]
             heads = slice(first * group, end * group), slice(first, end)
-            result.append(Chunk(item, *heads, *chunk_kv))
+            result.append(HeadChunk(item, *heads, *chunk_kv))
     return result
 
 
-def blocks(visible: Limits, group: int, kv_heads: int) -> list[Block]:
+def row_blocks(visible: KeyLimits, group: int, kv_heads: int) -> list[RowBlock]:
     """Return the blocks of rows that see any key, with their tiles.
 
     ``kv_heads`` is the number of key/value heads of a chunk; with fewer heads a tile has more keys.
@@ -209,7 +211,7 @@ def blocks(visible: Limits, group: int, kv_heads: int) -> list[Block]:
     step = _block_rows(group)
     width = max(TILE_KEYS, TILE_SCORES * torch.get_num_threads() // (kv_heads * group * min(step, len(lo))))
     rows = [slice(row, min(row + step, len(lo))) for row in range(0, len(lo), step)]
-    all_blocks = (Block(x.start, x.stop, tuple(_tiles(lo[x], hi[x], visible.key_ranges, width))) for x in rows)
+    all_blocks = (RowBlock(x.start, x.stop, tuple(_tiles(lo[x], hi[x], visible.key_ranges, width))) for x in rows)
     return [block for block in all_blocks if block.tiles]
 
 
@@ -217,7 +219,7 @@ def _block_rows(group: int) -> int:
     return min(max(FOLDED_ROWS // group, MIN_BLOCK_ROWS), MAX_BLOCK_ROWS)
 
 
-def _tiles(lo: Vector, hi: Vector, key_ranges: KeyRanges, width: int) -> Iterator[Tile]:
+def _tiles(lo: Vector, hi: Vector, key_ranges: KeyRanges, width: int) -> Iterator[KeyTile]:
     """Yield the tiles of one block of rows, of equal width in each key range. Only the head and the tail are masked."""
     # All rows see [full_first, full_last), because lo and hi never decrease.
     first, full_first, full_last, last = (int(x) for x in (lo[0], lo[-1], hi[0], hi[-1]))
@@ -228,16 +230,16 @@ def _tiles(lo: Vector, hi: Vector, key_ranges: KeyRanges, width: int) -> Iterato
         cuts = [start + (end - start) * cut // count for cut in range(count + 1)] if count else []
         for key, stop in pairwise(cuts):
             masked = [(max(key, a), min(stop, b)) for a, b in edges]
-            yield Tile(key, stop, tuple(_edge(lo, hi, a, b, key) for a, b in masked if a < b))
+            yield KeyTile(key, stop, tuple(_edge(lo, hi, a, b, key) for a, b in masked if a < b))
 
 
-def _edge(lo: Vector, hi: Vector, key: int, end: int, base: int) -> Edge:
+def _edge(lo: Vector, hi: Vector, key: int, end: int, base: int) -> MaskEdge:
     ends = ((x - key).clip(0, end - key).tobytes() for x in (lo, hi))
-    return Edge(slice(key - base, end - base), *_hiding(*ends, end - key))
+    return MaskEdge(slice(key - base, end - base), *_edge_mask(*ends, end - key))
 
 
-@lru_cache(EDGES)
-def _hiding(lo: bytes, hi: bytes, columns: int) -> tuple[Tensor, Tensor]:
+@lru_cache(EDGE_CACHE_SIZE)
+def _edge_mask(lo: bytes, hi: bytes, columns: int) -> tuple[Tensor, Tensor]:
     """Return bits and ceiling of an edge whose row i sees the columns ``lo[i] <= j < hi[i]``; int32 as bytes."""
     at = np.arange(columns)
     first, last = (np.frombuffer(x, np.int32)[:, None] for x in (lo, hi))
@@ -245,12 +247,15 @@ def _hiding(lo: bytes, hi: bytes, columns: int) -> tuple[Tensor, Tensor]:
     return -seen.int(), torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
 
 
-LOWEST = torch.finfo(torch.float32).min
-SMALL, LARGEST_VALUE = 60.0, 1e14  # 2^SMALL * LARGEST_VALUE, summed over a million keys, does not overflow fp32
+FP32_LOWEST = torch.finfo(torch.float32).min
+MAX_SAFE_SCORE, MAX_SAFE_VALUE = (
+    60.0,
+    1e14,
+)  # 2^SMALL * LARGEST_VALUE, summed over a million keys, does not overflow fp32
 
 
 @torch.inference_mode()  # its calls are small, and autograd's bookkeeping would add 4%
-def forward(
+def blockwise_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Bounds, region: Region, scores: Scores,
     *, scale: float,
 ) -> None:  # fmt: skip
@@ -262,10 +267,10 @@ def forward(
     Shapes of the region: q ``[B, Sq, H, D]``, k ``[B, Sk, Hkv, D]``, v ``[B, Sk, Hkv, Dv]``, any float dtype. ``out``
     ``[B, Sq, H, Dv]`` and ``lse [B, H, Sq]`` (natural log) are fp32 or wider.
     """
-    modifiers = None if scores.is_plain else Modifiers(scores, region)
+    modifiers = None if scores.is_plain else RegionModifiers(scores, region)
     group = q.shape[2] // k.shape[2]
-    all_heads = chunks(k, v, group, q.shape[1])
-    todo = blocks(limits(bounds, region), group, len(all_heads[0].keys))
+    all_heads = head_chunks(k, v, group, q.shape[1])
+    todo = row_blocks(key_limits(bounds, region), group, len(all_heads[0].keys))
     workspace = _workspace(todo, all_heads[0], group)
     for block in todo:
         rows = slice(block.row, block.end)
@@ -279,7 +284,13 @@ def forward(
 
 
 def _attend(
-    queries: Tensor, acc: Tensor, m: Tensor, block: Block, chunk: Chunk, modifiers: Modifiers | None, workspace: Tensor
+    queries: Tensor,
+    acc: Tensor,
+    m: Tensor,
+    block: RowBlock,
+    chunk: HeadChunk,
+    modifiers: RegionModifiers | None,
+    workspace: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute one block of rows. Return the new ``out`` and ``lse``; here and below ``lse`` is in base-2 units."""
     if modifiers is None and _is_small(queries, m, chunk):
@@ -290,7 +301,7 @@ def _attend(
             _clear(weights, block, tile.edges)
             total.add_(weights.sum(-1, keepdim=True))
             acc.baddbmm_(weights, chunk.values[:, tile.key : tile.end])
-        return _divided(acc, torch.zeros_like(total), total)
+        return _normalize(acc, torch.zeros_like(total), total)
     total = torch.ones_like(m)
     for tile in block.tiles:
         scores = _product(queries, chunk.keys[:, tile.key : tile.end], workspace)
@@ -298,46 +309,46 @@ def _attend(
             modifiers.apply(_by_head(scores, block), _place(chunk, block, tile))
         _hide(scores, block, tile.edges)
         peak = torch.maximum(m, scores.amax(-1, keepdim=True))
-        pivot = peak.clamp(min=LOWEST)  # finite, because a row without keys would compute inf - inf
+        pivot = peak.clamp(min=FP32_LOWEST)  # finite, because a row without keys would compute inf - inf
         weights = scores.sub_(pivot).exp2_()
         decay = m.sub_(pivot).exp2_()
         total.mul_(decay).add_(weights.sum(-1, keepdim=True))
         if modifiers is not None and modifiers.scores.dropout_p > 0:
-            _by_head(weights, block).mul_(modifiers.kept(_place(chunk, block, tile)))
+            _by_head(weights, block).mul_(modifiers.dropout_factors(_place(chunk, block, tile)))
         acc.mul_(decay).baddbmm_(weights, chunk.values[:, tile.key : tile.end])
         m = peak
-    return _divided(acc, m, total)
+    return _normalize(acc, m, total)
 
 
-def _is_small(queries: Tensor, m: Tensor, chunk: Chunk) -> bool:
+def _is_small(queries: Tensor, m: Tensor, chunk: HeadChunk) -> bool:
     """Return True if all scores are in ``[-SMALL, SMALL]`` (by Cauchy-Schwarz), and state and values are small."""
-    key, value = chunk.longest
+    key, value = chunk.max_norms
     score = float(torch.linalg.vector_norm(queries, dim=-1).amax()) * key
-    return score < SMALL and value < LARGEST_VALUE and float(m.amax()) < SMALL
+    return score < MAX_SAFE_SCORE and value < MAX_SAFE_VALUE and float(m.amax()) < MAX_SAFE_SCORE
 
 
-def _divided(acc: Tensor, m: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+def _normalize(acc: Tensor, m: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     lse = m.double() + total.double().log2()
     total.masked_fill_(total == 0, 1.0)  # rows without keys keep out = 0 and lse = -inf
     return acc.div_(total), lse
 
 
 @torch.inference_mode()
-def backward(
+def blockwise_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, bounds: Bounds, region: Region,
     scores: Scores, *, scale: float, grads: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
     """Add the gradients of these queries and keys to ``grads``: dq, dk and dv, fp32, in place.
 
     ``lse`` is the row's over all shards, +inf for a row without keys, and ``delta`` is ``rowsum(dout * out) - dlse``.
-    Both are fp32 ``[B, H, Sq]``. All other shapes are as in :func:`forward`.
+    Both are fp32 ``[B, H, Sq]``. All other shapes are as in :func:`blockwise_forward`.
     """
-    modifiers = None if scores.is_plain else Modifiers(scores, region)
+    modifiers = None if scores.is_plain else RegionModifiers(scores, region)
     dq, dk, dv = grads
     base_2 = lse * LOG2_E
     group = q.shape[2] // k.shape[2]
-    all_heads = chunks(k, v, group, q.shape[1])
-    todo = blocks(limits(bounds, region), group, len(all_heads[0].keys))
+    all_heads = head_chunks(k, v, group, q.shape[1])
+    todo = row_blocks(key_limits(bounds, region), group, len(all_heads[0].keys))
     workspace, more_workspace = (_workspace(todo, all_heads[0], group) for _ in range(2))
     for block in todo:
         rows = slice(block.row, block.end)
@@ -369,10 +380,10 @@ def _weights(
     queries: Tensor,
     keys: Tensor,
     lses: Tensor,
-    block: Block,
-    tile: Tile,
-    chunk: Chunk,
-    modifiers: Modifiers | None,
+    block: RowBlock,
+    tile: KeyTile,
+    chunk: HeadChunk,
+    modifiers: RegionModifiers | None,
     workspace: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the softmax weights of a tile, the factors of dropout, and the derivative of softcap (None if unused)."""
@@ -381,13 +392,13 @@ def _weights(
         at = _place(chunk, block, tile)
         derivative = modifiers.apply(_by_head(scores, block), at, backward=True)
         derivative = None if derivative is None else derivative.view_as(scores)
-        dropout = modifiers.kept(at).view_as(scores) if modifiers.scores.dropout_p > 0 else None
+        dropout = modifiers.dropout_factors(at).view_as(scores) if modifiers.scores.dropout_p > 0 else None
     scores.sub_(lses)
     _hide(scores, block, tile.edges)
     return scores.exp2_(), dropout, derivative
 
 
-def _workspace(blocks: list[Block], chunk: Chunk, group: int) -> Tensor:
+def _workspace(blocks: list[RowBlock], chunk: HeadChunk, group: int) -> Tensor:
     """Allocate memory for the scores of the largest tile, once, because fresh memory for every tile is slow."""
     sizes = ((block.end - block.row) * (tile.end - tile.key) for block in blocks for tile in block.tiles)
     return torch.empty(len(chunk.keys) * group * max(sizes, default=0), dtype=torch.float32)
@@ -399,16 +410,16 @@ def _product(rows: Tensor, columns: Tensor, workspace: Tensor) -> Tensor:
     return torch.bmm(rows, columns.mT, out=workspace[: math.prod(shape)].view(shape))
 
 
-def _place(chunk: Chunk, block: Block, tile: Tile) -> RegionTile:
+def _place(chunk: HeadChunk, block: RowBlock, tile: KeyTile) -> RegionTile:
     return RegionTile(chunk.item, chunk.heads, slice(block.row, block.end), slice(tile.key, tile.end))
 
 
-def _by_head(scores: Tensor, block: Block) -> Tensor:
+def _by_head(scores: Tensor, block: RowBlock) -> Tensor:
     """Return ``[Hkv, group * rows, keys]`` as ``[H, rows, keys]``."""
     return scores.view(-1, block.end - block.row, scores.shape[-1])
 
 
-def _hide(scores: Tensor, block: Block, edges: tuple[Edge, ...]) -> None:
+def _hide(scores: Tensor, block: RowBlock, edges: tuple[MaskEdge, ...]) -> None:
     """Set scores to -inf in place where the row does not see the key. ``masked_fill`` would take twice as long."""
     for columns, bits, ceiling in edges:
         edge_scores = _by_head(scores, block)[..., columns]
@@ -416,7 +427,7 @@ def _hide(scores: Tensor, block: Block, edges: tuple[Edge, ...]) -> None:
         edge_scores.add_(ceiling)
 
 
-def _clear(weights: Tensor, block: Block, edges: tuple[Edge, ...]) -> None:
+def _clear(weights: Tensor, block: RowBlock, edges: tuple[MaskEdge, ...]) -> None:
     """Set weights to 0 in place where the row does not see the key."""
     for columns, bits, _ in edges:
         _by_head(weights, block)[..., columns].view(torch.int32).bitwise_and_(bits)

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import torch
 
-from ...kernels import PLAIN, Bounds, KernelConfig, Scores, choice, hopper_backward_launch, hopper_launch
-from ...kernels.attention import Backward, Forward, attention_delta
+from ...kernels import PLAIN, Bounds, KernelConfig, Scores, hopper_backward_launch, hopper_forward_launch, launch_plan
+from ...kernels.attention import BackwardLauncher, ForwardLauncher, attention_delta
 from ...kernels.checks import MAX_HEAD_DIM
 from ...kernels.config import is_single_pass
 from ...kernels.launch import Pair, check_cpu
-from ...kernels.single_pass import Gradients
+from ...kernels.single_pass import SinglePassLauncher
 from .protocol import FEATURES, Supports
 from .registry import register_backend
 
 
-class Triton:
+class TritonAttention:
     """Local kernel on :mod:`ringattn.kernels`. CPU tensors need Triton's interpreter."""
 
     name = "triton"
@@ -25,8 +25,8 @@ class Triton:
 
     def forward(
         self, q: torch.Tensor, *, softmax_scale: float, config: KernelConfig | None, start: Pair | None
-    ) -> Forward:
-        return Forward(q, softmax_scale, config, start)
+    ) -> ForwardLauncher:
+        return ForwardLauncher(q, softmax_scale, config, start)
 
     def backward(
         self, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None,
@@ -44,12 +44,12 @@ class Triton:
         """
         if q.device.type == "cpu":
             check_cpu((q,))
-        choice.check_config(config, q, v)
+        launch_plan.check_config(config, q, v)
         if config is not None and config.forward_kernel == "hopper":
-            hopper_launch.check_call(q, v, scores, config.forward)
+            hopper_forward_launch.check_hopper_forward(q, v, scores, config.forward)
         if config is not None and config.backward == "hopper":
-            hopper_backward_launch.check_call(q, v, scores, config.single_pass)
-        choice.check_tiles(config, q, v, block)
+            hopper_backward_launch.check_hopper_backward(q, v, scores, config.single_pass)
+        launch_plan.check_tiles(config, q, v, block)
 
 
 class TritonBackward:
@@ -61,7 +61,7 @@ class TritonBackward:
     ) -> None:  # fmt: skip
         self._q = q
         self._dq: torch.Tensor | None = None
-        self._bound = Backward(dout, q, lse, delta, scale, config)
+        self._bound = BackwardLauncher(dout, q, lse, delta, scale, config)
         self._key_gradients: Callable[..., None] = self._bound.dkdv
 
     def dq(
@@ -97,7 +97,7 @@ class SinglePassBackward(TritonBackward):
         assert config is not None
         self._q = q
         self._dq = torch.zeros(q.shape, device=q.device, dtype=torch.float32)
-        self._key_gradients = Gradients(dout, q, lse, delta, self._dq, scale, config)
+        self._key_gradients = SinglePassLauncher(dout, q, lse, delta, self._dq, scale, config)
 
     def dq(
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
@@ -108,4 +108,4 @@ class SinglePassBackward(TritonBackward):
         return super().result().to(self._q.dtype)
 
 
-register_backend(Triton.name, Triton, default_for="cuda")
+register_backend(TritonAttention.name, TritonAttention, default_for="cuda")

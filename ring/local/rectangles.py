@@ -14,13 +14,13 @@ from torch import Tensor
 from ...kernels import PLAIN, Bounds, KernelConfig, Scores
 from ...kernels.launch import Pair
 from .protocol import LocalForward, Supports
-from .regions import Kind, Region, halves, regions
+from .regions import Region, RegionKind, regions, split_work
 
 Tensors = tuple[Tensor, ...]
 DOT_ROWS = 1024
 DLSE_COLUMNS = 2  # the gradient through lse, rounded to the model dtype, and its rounding error
-BY_RECTANGLES = {"bounds", "seqused_k", "block_sparse", "learnable_sink", "state"}
-SCORES = {"softcap", "alibi_slopes", "dropout_p"}
+RECTANGLE_FEATURES = {"bounds", "seqused_k", "block_sparse", "learnable_sink", "state"}
+SCORE_FEATURES = {"softcap", "alibi_slopes", "dropout_p"}
 
 
 class RectangleAttention:
@@ -47,12 +47,12 @@ class RectangleAttention:
         self, name: str, forward: Callable[..., Pair], backward: Callable[..., Tensors] | None = None, *,
         supports: Supports, dlse_columns: int = DLSE_COLUMNS, blockwise: Any = None,
     ) -> None:  # fmt: skip
-        if blockwise is None and (wrong := sorted(SCORES & {*supports.features})):
+        if blockwise is None and (wrong := sorted(SCORE_FEATURES & {*supports.features})):
             raise ValueError(f"features has {', '.join(wrong)}: they need blockwise, rectangles do not support them")
         own = {"backward"} if backward is not None else set[str]()
         own |= {"lse_gradient"} if backward is not None and dlse_columns >= DLSE_COLUMNS else set()
         self.name = name
-        self.supports = replace(supports, features={*supports.features, *BY_RECTANGLES, *own})
+        self.supports = replace(supports, features={*supports.features, *RECTANGLE_FEATURES, *own})
         self.dlse_columns, self.blockwise = dlse_columns, blockwise
         self._forward, self._backward = forward, backward
 
@@ -71,25 +71,25 @@ class RectangleAttention:
         if 0 in (q.numel(), k.numel(), v.numel()):
             return ()
         operator = self.blockwise is None or (k.shape[-1] == v.shape[-1] and scores.is_plain)
-        return regions(bounds, q.shape[1], k.shape[1], operator=operator, exact=self.blockwise is None)
+        return regions(bounds, q.shape[1], k.shape[1], use_operator=operator, exact=self.blockwise is None)
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, *, scale: float) -> Pair:
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, kind: RegionKind, *, scale: float) -> Pair:
         """Return ``out`` and ``lse`` of one region."""
-        flipped = kind is Kind.ANTICAUSAL  # causal after reversing rows and keys
+        flipped = kind is RegionKind.ANTICAUSAL  # causal after reversing rows and keys
         inputs = [x.flip(1) for x in (q, k, v)] if flipped else [q, k, v]
-        results = self._forward(*inputs, causal=kind is not Kind.RECTANGLE, scale=scale)
+        results = self._forward(*inputs, causal=kind is not RegionKind.RECTANGLE, scale=scale)
         out, lse = check_forward(self.name, results, q, v.shape[3])
         return (out.flip(1), lse.flip(2)) if flipped else (out, lse)
 
     def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: Kind, *, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: RegionKind, *, scale: float
     ) -> Tensors:
         """Return dq, dk and dv of one region."""
         assert self._backward is not None
-        flipped, inputs = kind is Kind.ANTICAUSAL, (dout, q, k, v, out)
+        flipped, inputs = kind is RegionKind.ANTICAUSAL, (dout, q, k, v, out)
         if flipped:
             inputs, lse = tuple(x.flip(1) for x in inputs), lse.flip(2)  # type: ignore[assignment]
-        grads = self._backward(*inputs, lse, causal=kind is not Kind.RECTANGLE, scale=scale)
+        grads = self._backward(*inputs, lse, causal=kind is not RegionKind.RECTANGLE, scale=scale)
         for name, x, like in zip(("dq", "dk", "dv"), _items(self.name, grads, 3), (q, k, v), strict=True):
             check_result(self.name, name, x, like.shape, torch.float32, q.dtype)
         return tuple(x.flip(1) for x in grads) if flipped else grads
@@ -135,11 +135,11 @@ class RunningState:
         out, lse = self._whole()
         return out[region.items, region.rows], lse[region.items, :, region.rows]
 
-    def written(self, region: Region) -> None:
+    def mark_written(self, region: Region) -> None:
         """Mark the rows of a region as written."""
         self._written[region.items, region.rows] = True
 
-    def expect(self, v: Tensor) -> None:
+    def set_value_dim(self, v: Tensor) -> None:
         """Set the head dim of the values."""
         self._value_dim = v.shape[-1]
 
@@ -161,7 +161,7 @@ class RunningState:
             else:
                 out.copy_(part)
                 lse.copy_(part_lse)
-        self.written(region)
+        self.mark_written(region)
 
     def result(self) -> Pair:
         """Return ``out [B, S, H, Dv]`` in q's dtype and ``lse [B, H, S]`` in fp32; 0 and -inf for rows without keys."""
@@ -181,13 +181,13 @@ class MergedForward:
 
     def __init__(self, begin: Callable[[], LocalForward], q: Tensor, start: Pair | None, name: str) -> None:
         self._begin, self._name, self._q, self._state = begin, name, q, RunningState(q, start)
-        self._region = Region(Kind.BLOCKWISE, 0, q.shape[1], 0, 0)  # all rows
+        self._region = Region(RegionKind.BLOCKWISE, 0, q.shape[1], 0, 0)  # all rows
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
         """Compute one shard and merge it into the state."""
         forward = self._begin()
         forward.fold(k, v, bounds, scores=scores, final=True)
-        self._state.expect(v)
+        self._state.set_value_dim(v)
         self._state.merge(self._region, *check_forward(self._name, forward.result(), self._q, v.shape[3]))
 
     def result(self) -> Pair:
@@ -204,15 +204,17 @@ class RectangleForward:
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
         """Add one shard. ``final`` has no effect, because :meth:`result` casts."""
         k, v = _rows(k), _rows(v)
-        self._state.expect(v)
+        self._state.set_value_dim(v)
         wide: Pair | None = None
         for region in self._kernel.cut(self._q, k, v, bounds, scores):
             q = self._q[region.items, region.rows]
-            if region.kind is Kind.BLOCKWISE:
+            if region.kind is RegionKind.BLOCKWISE:
                 wide = wide or (k.float(), v.float())  # convert once for all regions
                 state, region_kv = self._state.rows(region), _keys(region, *wide)
-                self._kernel.blockwise.forward(q, *region_kv, *state, bounds, region, scores, scale=self._scale)
-                self._state.written(region)
+                self._kernel.blockwise.blockwise_forward(
+                    q, *region_kv, *state, bounds, region, scores, scale=self._scale
+                )
+                self._state.mark_written(region)
             else:
                 region_kv = _keys(region, k, v)
                 self._state.merge(region, *self._kernel.compute(q, *region_kv, region.kind, scale=self._scale))
@@ -314,13 +316,13 @@ class RectangleBackward:
     def _whole(self, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> _Share:
         todo = self._kernel.cut(self._q, k, v, bounds, scores)
         key, end = min((region.key for region in todo), default=0), max((region.key_end for region in todo), default=0)
-        one_call = len(todo) == 1 and todo[0].kind is not Kind.BLOCKWISE and todo[0].items == slice(0, None)
+        one_call = len(todo) == 1 and todo[0].kind is not RegionKind.BLOCKWISE and todo[0].items == slice(0, None)
         return _Share(_heads(self._q, k, 0, k.shape[2]), todo, key, end, one_call)
 
     def _halves(self, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> tuple[_Share, _Share]:
         shard = self._whole(k, v, bounds, scores)
         if not shard.one_call:
-            first, second = halves(shard.regions)
+            first, second = split_work(shard.regions)
             return shard._replace(regions=first), shard._replace(regions=second)
         first_heads, other_heads = _halves(self._q, k)
         return shard._replace(heads=first_heads), shard._replace(heads=other_heads)
@@ -343,7 +345,7 @@ class RectangleBackward:
         for region in todo if k.numel() else ():
             keys = slice(region.key - accum.key, region.key_end - accum.key)
             grads = accum.dk[region.items, keys], accum.dv[region.items, keys]
-            if region.kind is Kind.BLOCKWISE:
+            if region.kind is RegionKind.BLOCKWISE:
                 wide = wide or (k.float(), v.float())  # convert once for all regions
                 self._blockwise(*_keys(region, *wide), bounds, heads, region, scores, grads)
             else:
@@ -368,7 +370,7 @@ class RectangleBackward:
         dout, q, dq = (x[region.items, region.rows, heads.queries] for x in (self._dout, self._q, self._dq))
         dout, q = dout[..., : v.shape[-1]], q[..., : k.shape[-1]]
         lse, delta = (x[region.items, heads.queries, region.rows] for x in (self._lse, self._delta))
-        self._kernel.blockwise.backward(
+        self._kernel.blockwise.blockwise_backward(
             dout, q, k, v, lse, delta, bounds, region, scores, scale=self._scale, grads=(dq, *accum)
         )
 

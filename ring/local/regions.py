@@ -15,13 +15,13 @@ from ...kernels import BlockSparseIndex, Bounds
 
 MIN_ROWS = 128  # fewer rows are computed blockwise, because an operator call would cost more than it computes
 BAND_ROWS = 512  # most rows per band of a window; the operator computes parts of larger triangles in vain
-LONGEST = 4096  # most rows of a blockwise region
+MAX_BLOCKWISE_ROWS = 4096  # most rows of a blockwise region
 NARROW_KEYS = 2048  # windows up to this width are computed blockwise, because triangles would be too large a part
 
 KeyRanges = tuple[tuple[int, int], ...]  # ascending, disjoint ranges of key indices ``[begin, end)``
 
 
-class Kind(Enum):
+class RegionKind(Enum):
     """Shape of a region in the plane of query rows and key indices."""
 
     RECTANGLE = "every row sees every key"
@@ -33,7 +33,7 @@ class Kind(Enum):
 class Region(NamedTuple):
     """Query rows ``[row, row_end)`` against keys ``[key, key_end)``, as indices into the two shards."""
 
-    kind: Kind
+    kind: RegionKind
     row: int
     row_end: int
     key: int
@@ -55,7 +55,7 @@ class Region(NamedTuple):
         return slice(self.key, self.key_end)
 
 
-class Limits(NamedTuple):
+class KeyLimits(NamedTuple):
     """Keys that the rows of a region see, counted from its first key: ``lo <= j < hi``, inside ``key_ranges``."""
 
     lo: Tensor
@@ -66,7 +66,9 @@ class Limits(NamedTuple):
 _cache: WeakKeyDictionary[Bounds, dict[tuple[int, int, bool, bool], tuple[Region, ...]]] = WeakKeyDictionary()
 
 
-def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True, exact: bool = False) -> tuple[Region, ...]:
+def regions(
+    bounds: Bounds, rows: int, keys: int, *, use_operator: bool = True, exact: bool = False
+) -> tuple[Region, ...]:
     """Return disjoint regions that cover every visible pair once. Cached as long as ``bounds`` lives.
 
     With ``operator=False`` all regions are blockwise, with ``exact=True`` none is. In all other regions every row sees
@@ -76,32 +78,32 @@ def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True, exac
     if rows == 0 or keys == 0:
         return ()
     if bounds.is_full and bounds.seqused_k is None and bounds.block_sparse is None:  # FULL is shared by all shapes
-        return (Region(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
-    cached, key = _cache.setdefault(bounds, {}), (rows, keys, operator, exact)
+        return (Region(RegionKind.RECTANGLE if use_operator else RegionKind.BLOCKWISE, 0, rows, 0, keys),)
+    cached, key = _cache.setdefault(bounds, {}), (rows, keys, use_operator, exact)
     if key not in cached:
         cached[key] = tuple(_regions(bounds, *key))
     return cached[key]
 
 
-def limits(bounds: Bounds, region: Region) -> Limits:
+def key_limits(bounds: Bounds, region: Region) -> KeyLimits:
     """Return the keys that the rows of a region see."""
     key, end = region.key, region.key_end
     key_ranges = tuple((begin - key, stop - key) for begin, stop in region.key_ranges) or ((0, end - key),)
     if bounds.lo is None or bounds.hi is None:
         lo = torch.zeros(region.row_end - region.row, dtype=torch.int32)
-        return Limits(lo, lo + (end - key), key_ranges)
+        return KeyLimits(lo, lo + (end - key), key_ranges)
     lo, hi = (x[region.rows].clamp(key, end) - key for x in (bounds.lo, bounds.hi))
-    return Limits(lo, hi, key_ranges)
+    return KeyLimits(lo, hi, key_ranges)
 
 
-def halves(todo: Sequence[Region]) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
+def split_work(regions_to_split: Sequence[Region]) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
     """Split the regions into two parts of about equal work. A blockwise region may be cut by rows."""
     parts: tuple[list[Region], list[Region]] = [], []
-    remaining = sum(_size(region) for region in todo) / 2
-    for region in todo:
+    remaining = sum(_size(region) for region in regions_to_split) / 2
+    for region in regions_to_split:
         rows, share = region.row_end - region.row, remaining / _size(region)
         cut = region.row + round(rows * share)
-        if region.kind is Kind.BLOCKWISE and region.row < cut < region.row_end:
+        if region.kind is RegionKind.BLOCKWISE and region.row < cut < region.row_end:
             parts[0].append(region._replace(row_end=cut))
             parts[1].append(region._replace(row=cut))
         else:
@@ -112,7 +114,7 @@ def halves(todo: Sequence[Region]) -> tuple[tuple[Region, ...], tuple[Region, ..
 
 def _size(region: Region) -> int:
     area = (region.row_end - region.row) * (region.key_end - region.key)
-    return -(-area // 2) if region.kind in (Kind.CAUSAL, Kind.ANTICAUSAL) else area
+    return -(-area // 2) if region.kind in (RegionKind.CAUSAL, RegionKind.ANTICAUSAL) else area
 
 
 def rectangles(bounds: Bounds, rows: int, keys: int) -> tuple[Region, ...]:
@@ -151,13 +153,13 @@ def _block_sparse(lo: Tensor, hi: Tensor, index: BlockSparseIndex, operator: boo
         for begin, stop in band:
             cut = list(_cut(band_lo.clamp(begin, stop), band_hi.clamp(begin, stop), exact)) if operator else []
             shortest = min((min(one.row_end - one.row, one.key_end - one.key) for one in cut), default=0)
-            if exact or (shortest >= MIN_ROWS and all(one.kind is not Kind.BLOCKWISE for one in cut)):
+            if exact or (shortest >= MIN_ROWS and all(one.kind is not RegionKind.BLOCKWISE for one in cut)):
                 yield from (region._replace(row=row + region.row, row_end=row + region.row_end) for region in cut)
             else:
                 rest.append((begin, stop))
         seen = [(max(begin, int(band_lo[0])), min(stop, int(band_hi[-1]))) for begin, stop in rest]
         if seen := [(begin, stop) for begin, stop in seen if begin < stop]:
-            yield Region(Kind.BLOCKWISE, row, end, seen[0][0], seen[-1][1], tuple(seen))
+            yield Region(RegionKind.BLOCKWISE, row, end, seen[0][0], seen[-1][1], tuple(seen))
 
 
 def _bands(index: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRanges]]:
@@ -171,10 +173,10 @@ def _bands(index: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRa
 
 def _blockwise(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Region]:
     """Yield blockwise regions. A long run of rows is cut, because a region copies its keys and fresh memory is slow."""
-    for row in range(start, end, LONGEST):
-        a, b = _seeing(lo, hi, row, min(row + LONGEST, end))
+    for row in range(start, end, MAX_BLOCKWISE_ROWS):
+        a, b = _trim_blind_rows(lo, hi, row, min(row + MAX_BLOCKWISE_ROWS, end))
         if a < b:
-            yield Region(Kind.BLOCKWISE, a, b, int(lo[a]), int(hi[b - 1]))
+            yield Region(RegionKind.BLOCKWISE, a, b, int(lo[a]), int(hi[b - 1]))
 
 
 def _cut(lo: Tensor, hi: Tensor, exact: bool) -> Iterator[Region]:
@@ -190,7 +192,7 @@ SAME, LONGER, SHORTER, SHIFTED, OTHER = range(5)
 """Keys of a row relative to the row before: equal, one more at the end, one less at the start, both, or irregular."""
 
 
-def _steps(lo: Tensor, hi: Tensor) -> Tensor:
+def _classify_rows(lo: Tensor, hi: Tensor) -> Tensor:
     rise, fall, seen = hi.diff(), lo.diff(), hi > lo
     regular = (fall <= 1) & (rise <= 1) & seen[:-1] & seen[1:]
     return torch.where(regular, SHORTER * fall + rise, OTHER)
@@ -198,7 +200,7 @@ def _steps(lo: Tensor, hi: Tensor) -> Tensor:
 
 def _regular_runs(lo: Tensor, hi: Tensor, least: int) -> list[tuple[int, int]]:
     """Return runs of at least ``least`` rows, ``[start, end)``, in which all rows follow each other in the same way."""
-    steps, counts = torch.unique_consecutive(_steps(lo, hi), return_counts=True)
+    steps, counts = torch.unique_consecutive(_classify_rows(lo, hi), return_counts=True)
     ends = counts.cumsum(0)
     long = (steps != OTHER) & (counts >= least)
     runs: list[tuple[int, int]] = []
@@ -208,38 +210,38 @@ def _regular_runs(lo: Tensor, hi: Tensor, least: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _seeing(lo: Tensor, hi: Tensor, start: int, end: int) -> tuple[int, int]:
+def _trim_blind_rows(lo: Tensor, hi: Tensor, start: int, end: int) -> tuple[int, int]:
     """Return the rows ``[start, end)`` without those at either end that see nothing."""
     visible = (hi > lo)[start:end].nonzero()
     return (start + int(visible[0]), start + int(visible[-1]) + 1) if len(visible) else (start, start)
 
 
 def _shape(lo: Tensor, hi: Tensor, start: int, end: int, exact: bool) -> Iterator[Region]:
-    start, end = _seeing(lo, hi, start, end)
+    start, end = _trim_blind_rows(lo, hi, start, end)
     if start == end:
         return
     first, last = (int(lo[start]), int(hi[start])), (int(lo[end - 1]), int(hi[end - 1]))
-    steps = set(_steps(lo[start:end], hi[start:end]).tolist()) or {SAME}
+    steps = set(_classify_rows(lo[start:end], hi[start:end]).tolist()) or {SAME}
     if steps == {SAME}:
-        yield Region(Kind.RECTANGLE, start, end, *first)
+        yield Region(RegionKind.RECTANGLE, start, end, *first)
     elif steps == {LONGER}:
         yield from _rectangle(start, end, first[0], first[1] - 1)
-        yield Region(Kind.CAUSAL, start, end, first[1] - 1, last[1])
+        yield Region(RegionKind.CAUSAL, start, end, first[1] - 1, last[1])
     elif steps == {SHORTER} and (exact or end - start >= MIN_ROWS):
-        yield Region(Kind.ANTICAUSAL, start, end, first[0], last[0] + 1)
+        yield Region(RegionKind.ANTICAUSAL, start, end, first[0], last[0] + 1)
         yield from _rectangle(start, end, last[0] + 1, last[1])
     elif exact and first[1] - first[0] == 1:  # a window of one key
         yield from (
-            Region(Kind.RECTANGLE, row, row + 1, key, key + 1)
+            Region(RegionKind.RECTANGLE, row, row + 1, key, key + 1)
             for row, key in zip(range(start, end), range(first[0], last[1]), strict=True)
         )
     elif steps == {SHIFTED} and (exact or (end - start >= MIN_ROWS and first[1] - first[0] > NARROW_KEYS)):
-        yield from _shifted(start, end, *first)
+        yield from _cut_window(start, end, *first)
     else:
         yield from _blockwise(lo, hi, start, end)
 
 
-def _shifted(start: int, end: int, lo: int, hi: int) -> Iterator[Region]:
+def _cut_window(start: int, end: int, lo: int, hi: int) -> Iterator[Region]:
     """Yield the regions of a window that moves along with its rows, band by band.
 
     Each band has a triangle at its left edge, a rectangle in the middle and a triangle at its right edge. A band has
@@ -253,11 +255,11 @@ def _shifted(start: int, end: int, lo: int, hi: int) -> Iterator[Region]:
     count = -(-(end - start) // min(BAND_ROWS, hi - lo - 1))
     cuts = [(end - start) * cut // count for cut in range(count + 1)]
     for a, b in pairwise(cuts):
-        yield Region(Kind.ANTICAUSAL, start + a, start + b, lo + a, lo + b)
+        yield Region(RegionKind.ANTICAUSAL, start + a, start + b, lo + a, lo + b)
         yield from _rectangle(start + a, start + b, lo + b, hi + a - 1)
-        yield Region(Kind.CAUSAL, start + a, start + b, hi + a - 1, hi + b - 1)
+        yield Region(RegionKind.CAUSAL, start + a, start + b, hi + a - 1, hi + b - 1)
 
 
 def _rectangle(row: int, row_end: int, key: int, key_end: int) -> Iterator[Region]:
     if key < key_end:
-        yield Region(Kind.RECTANGLE, row, row_end, key, key_end)
+        yield Region(RegionKind.RECTANGLE, row, row_end, key, key_end)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import KernelConfig, Scores
-from ...kinds import shown
+from ...validators import short_repr
 from .protocol import FEATURES, LocalAttention, Supports
 
 Factory = Callable[[], LocalAttention]
@@ -31,9 +31,9 @@ def register_backend(name: str, factory: Factory, *, default_for: str | None = N
         ValueError: the name is taken, or the device type has a default.
     """
     if not isinstance(name, str) or not name or name == "auto" or name in _FACTORIES:
-        raise ValueError(f"name is {shown(name)}: it must be text other than auto, {', '.join(_FACTORIES)}")
+        raise ValueError(f"name is {short_repr(name)}: it must be text other than auto, {', '.join(_FACTORIES)}")
     if not callable(factory):
-        raise ValueError(f"factory is {shown(factory)}: it must be callable and return a LocalAttention")
+        raise ValueError(f"factory is {short_repr(factory)}: it must be callable and return a LocalAttention")
     if default_for in _DEFAULTS:
         raise ValueError(f"default_for is {default_for!r}: backend='auto' means {_DEFAULTS[default_for]} there")
     _FACTORIES[name] = factory
@@ -52,7 +52,7 @@ def resolve_backend(backend: Any, device: torch.device) -> LocalAttention:
     name = _DEFAULTS.get(device.type) if backend == "auto" else backend
     if name not in _FACTORIES:
         raise ValueError(
-            f"backend is {shown(backend)}: it must be one of auto, {', '.join(_FACTORIES)}, or a LocalAttention (under "
+            f"backend is {short_repr(backend)}: it must be one of auto, {', '.join(_FACTORIES)}, or a LocalAttention (under "
             "torch.compile only its registered name)"
         )
     if name not in _KERNELS:
@@ -72,9 +72,9 @@ def resolve_backend(backend: Any, device: torch.device) -> LocalAttention:
 def _check_kernel(what: str, kernel: Any) -> LocalAttention:
     if isinstance(kernel, type) or not isinstance(kernel, LocalAttention):
         takes = "a LocalAttention, an object with name, supports, forward and backward"
-        raise ValueError(f"{what} is {shown(kernel)}: it must be {takes}")
+        raise ValueError(f"{what} is {short_repr(kernel)}: it must be {takes}")
     if not isinstance(kernel.name, str) or not isinstance(kernel.supports, Supports):
-        raise ValueError(f"{what} is {shown(kernel)}: its name must be text, its supports a ringattn.Supports")
+        raise ValueError(f"{what} is {short_repr(kernel)}: its name must be text, its supports a ringattn.Supports")
     return kernel
 
 

@@ -22,14 +22,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...kernels.checks import check_local, check_tensor
-from ...kernels.shared import SharedCache
-from ...kinds import FLAG, RANKS, Kind, listed, number, shown, whole
+from ...kernels.checks import check_not_dtensor, check_tensor
+from ...kernels.shared_cache import SharedCache
+from ...validators import FLAG, RANKS, Validator, integer_between, list_like, real_number, short_repr
 
-MOST_POSITIONS = (1 << 62) - 1  # a position plus one side of a window must fit in 64 bits
-MOST_DIMS = 64  # dimensions of a tensor
-POSITIONS, INTEGERS = whole(0, MOST_POSITIONS), whole(-MOST_POSITIONS, MOST_POSITIONS)
-DIM = whole(-MOST_DIMS, MOST_DIMS - 1)
+MAX_POSITIONS = (1 << 62) - 1  # a position plus one side of a window must fit in 64 bits
+MAX_DIMS = 64  # dimensions of a tensor
+POSITIONS, INTEGERS = integer_between(0, MAX_POSITIONS), integer_between(-MAX_POSITIONS, MAX_POSITIONS)
+DIM = integer_between(-MAX_DIMS, MAX_DIMS - 1)
 
 
 class Span(NamedTuple):
@@ -45,10 +45,10 @@ class Span(NamedTuple):
         return self.start + (self.length - 1) * self.step + 1 if self.length else self.start
 
 
-def _ascending(rank: int, spans: Iterable[tuple[int, ...]]) -> tuple[Span, ...]:
+def _join_spans(rank: int, spans: Iterable[tuple[int, ...]]) -> tuple[Span, ...]:
     """Return the checked spans of one rank, without empty spans, and with adjacent spans joined."""
     joined: list[Span] = []
-    for index, given in enumerate(listed("a list of spans").of(f"spans_per_rank[{rank}]", spans)):
+    for index, given in enumerate(list_like("a list of spans").check(f"spans_per_rank[{rank}]", spans)):
         name = f"spans_per_rank[{rank}][{index}]"
         span = _span(name, given)
         if not span.length:
@@ -68,12 +68,12 @@ def _ascending(rank: int, spans: Iterable[tuple[int, ...]]) -> tuple[Span, ...]:
 
 def _span(name: str, given: tuple[int, ...]) -> Span:
     try:
-        span = Span(*map(POSITIONS.read, given))
+        span = Span(*map(POSITIONS.convert, given))
     except (TypeError, ValueError):
         span = Span(0, 0, 0)
-    if span.step < 1 or span.stop > MOST_POSITIONS:
+    if span.step < 1 or span.stop > MAX_POSITIONS:
         raise ValueError(
-            f"{name} is {shown(given)}: it must be a Span(start, length, step=1) of whole numbers, start and length at "
+            f"{name} is {short_repr(given)}: it must be a Span(start, length, step=1) of whole numbers, start and length at "
             "least 0, step at least 1, and positions below 2^62"
         )
     return span if span.length > 1 else span._replace(step=1)
@@ -116,9 +116,9 @@ def _runs(span: Span, period: int, rank: int) -> Iterator[_Run]:
         yield _Run(residue, first, first + (span.length - 1 - offset) // stride, rank)
 
 
-def at_least(least: int, name: str, value: int) -> int:
+def check_at_least(least: int, name: str, value: int) -> int:
     """Return ``value`` as an integer of at least ``least``, or raise ValueError."""
-    number: int = whole(least, MOST_POSITIONS).of(name, value)
+    number: int = integer_between(least, MAX_POSITIONS).check(name, value)
     return number
 
 
@@ -156,7 +156,7 @@ class Documents:
         """Number of tokens of all documents together."""
         return self.boundaries[-1]
 
-    def around(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def document_bounds(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return start and end of the document of each position. Positions past the last document get its end twice."""
         after = torch.searchsorted(self._tensor, positions, right=True)
         last = len(self.boundaries) - 1
@@ -188,7 +188,7 @@ class Documents:
 
 def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) -> tuple[int, ...]:
     """Return a list or one-dimensional integer CPU tensor as a tuple of integers, or raise ValueError."""
-    check_local(name, given)
+    check_not_dtensor(name, given)
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu":
             raise ValueError(
@@ -199,12 +199,14 @@ def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) ->
             raise ValueError(f"{name} is {given.dtype} {list(given.shape)}: it must be integers {shape}")
         return tuple(given.tolist())
     try:
-        return tuple(map(INTEGERS.read, given))
+        return tuple(map(INTEGERS.convert, given))
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {shown(given)}: it must be a list of whole numbers, or a CPU tensor") from None
+        raise ValueError(
+            f"{name} is {short_repr(given)}: it must be a list of whole numbers, or a CPU tensor"
+        ) from None
 
 
-_SPEED = number("a finite number of at least 0", lambda speed: 0 <= speed < inf)
+_SPEED = real_number("a finite number of at least 0", lambda speed: 0 <= speed < inf)
 
 
 def _zigzag(boundaries: Sequence[int], world: int) -> list[list[Span]]:
@@ -232,14 +234,14 @@ def _by_causal_pairs(seqlen: int, speeds: Sequence[Fraction]) -> list[list[Span]
     return [[*runs] for runs in _from_both_ends(0, seqlen, head_runs, lengths)]
 
 
-def _speeds_of(given: Iterable[float]) -> list[Fraction]:
+def _exact_speeds(given: Iterable[float]) -> list[Fraction]:
     """Return relative speeds as exact fractions, so that every machine computes the same layout.
 
     Raises:
         ValueError: the list is empty, a speed is not a finite number of at least 0, or all speeds are 0.
     """
-    speeds = listed("a list with the relative speed of every rank").of("speeds", given)
-    numbers = [(speed, _SPEED.of(f"speeds[{rank}]", speed)) for rank, speed in enumerate(speeds)]
+    speeds = list_like("a list with the relative speed of every rank").check("speeds", given)
+    numbers = [(speed, _SPEED.check(f"speeds[{rank}]", speed)) for rank, speed in enumerate(speeds)]
     exact = [Fraction(speed if isinstance(speed, Rational) else as_float) for speed, as_float in numbers]
     if not exact:
         raise ValueError("speeds is empty: it must have the relative speed of every rank")
@@ -293,8 +295,8 @@ class Layout:
     """The spans as int64 ``[spans, 4]`` (rank, start, length, step), an input of torch.compile graphs."""
 
     def __init__(self, spans_per_rank: Iterable[Iterable[tuple[int, ...]]]) -> None:
-        given = listed("a list with the spans of every rank").of("spans_per_rank", spans_per_rank)
-        checked = tuple(_ascending(rank, spans) for rank, spans in enumerate(given))
+        given = list_like("a list with the spans of every rank").check("spans_per_rank", spans_per_rank)
+        checked = tuple(_join_spans(rank, spans) for rank, spans in enumerate(given))
         if not checked:
             raise ValueError("spans_per_rank is empty: it must have a list of spans for every rank")
         _refuse_overlap(checked)
@@ -316,7 +318,7 @@ class Layout:
         for rank, positions in enumerate(positions_per_rank):
             name = f"positions_per_rank[{rank}]"
             if not isinstance(positions, torch.Tensor):
-                raise ValueError(f"{name} is {shown(positions)}: it must be an integer CPU tensor [S]")
+                raise ValueError(f"{name} is {short_repr(positions)}: it must be an integer CPU tensor [S]")
             if positions.device.type != "cpu" or positions.dim() != 1 or positions.dtype not in INTEGER_DTYPES:
                 got = f"{positions.dtype} {list(positions.shape)} on {positions.device}"
                 raise ValueError(f"{name} is {got}: it must be an integer CPU tensor [S]")
@@ -351,7 +353,7 @@ class Layout:
             ValueError: ``seqlen`` is negative, ``world`` is below 1, or the boundaries descend, do not start at 0 or do
                 not end at ``seqlen``.
         """
-        seqlen, world = POSITIONS.of("seqlen", seqlen), RANKS.of("world", world)
+        seqlen, world = POSITIONS.check("seqlen", seqlen), RANKS.check("world", world)
         documents = Documents([0, seqlen] if cu_seqlens is None else cu_seqlens)
         if documents.seqlen != seqlen:
             raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {seqlen}, the number of tokens")
@@ -365,8 +367,8 @@ class Layout:
     @classmethod
     def uneven(cls, lengths: Iterable[int]) -> Layout:
         """Return one run of ``lengths[rank]`` tokens per rank, in rank order."""
-        given = listed("a list with the number of tokens of every rank").of("lengths", lengths)
-        counts = [at_least(0, f"lengths[{rank}]", length) for rank, length in enumerate(given)]
+        given = list_like("a list with the number of tokens of every rank").check("lengths", lengths)
+        counts = [check_at_least(0, f"lengths[{rank}]", length) for rank, length in enumerate(given)]
         if not counts:
             raise ValueError("lengths is empty: it must have the number of tokens of every rank")
         return cls([(start, length)] for start, length in zip([0, *accumulate(counts)], counts, strict=False))
@@ -395,8 +397,8 @@ class Layout:
         Raises:
             ValueError: ``seqlen`` is negative, or ``speeds`` are not finite numbers of at least 0 with one above 0.
         """
-        seqlen, causal = POSITIONS.of("seqlen", seqlen), FLAG.of("causal", causal)
-        exact = _speeds_of(speeds)
+        seqlen, causal = POSITIONS.check("seqlen", seqlen), FLAG.check("causal", causal)
+        exact = _exact_speeds(speeds)
         if causal:
             return cls(_by_causal_pairs(seqlen, exact))
         return cls.uneven(_differences(_nearest(seqlen * share) for share in _shares(exact)))
@@ -451,7 +453,7 @@ class Layout:
             ValueError: the layout skips positions, or the number of shards, their lengths or ``dim`` do not fit.
         """
         self._require_whole()
-        shards = Kind("the shards of all ranks, in rank order", list).of("shards", shards)
+        shards = Validator("the shards of all ranks, in rank order", list).check("shards", shards)
         if len(shards) != self.world:
             raise ValueError(f"shards has {len(shards)} tensors, the layout is made for {self.world} ranks")
         for rank, (x, length) in enumerate(zip(shards, self.lengths, strict=True)):
@@ -507,7 +509,7 @@ class Layout:
         return f"<Layout of {self.seqlen} tokens over {self.world} ranks, spans {digest}>"
 
     def _checked(self, rank: int) -> int:
-        checked: int = whole(0, self.world - 1).of("rank", rank)
+        checked: int = integer_between(0, self.world - 1).check("rank", rank)
         return checked
 
     def _require_whole(self) -> None:
@@ -523,7 +525,7 @@ LayoutLike = Layout | Literal["contiguous", "zigzag", "striped"] | None
 
 
 @lru_cache(maxsize=64)
-def shifted(layout: Layout, by: int) -> Layout:
+def shift_layout(layout: Layout, by: int) -> Layout:
     """Return ``layout`` with ``by`` added to all positions."""
     return Layout([[(start + by, length, step) for start, length, step in spans] for spans in layout.spans_per_rank])
 
@@ -536,7 +538,7 @@ def _table(spans_per_rank: tuple[tuple[Span, ...], ...]) -> torch.Tensor:
 
 def _even(seqlen: int, world: int) -> list[int]:
     """Split ``seqlen`` into ``world`` lengths that differ by at most one, longer ones first."""
-    seqlen, world = POSITIONS.of("seqlen", seqlen), RANKS.of("world", world)
+    seqlen, world = POSITIONS.check("seqlen", seqlen), RANKS.check("world", world)
     base, extra = divmod(seqlen, world)
     return [base + (rank < extra) for rank in range(world)]
 
@@ -561,10 +563,10 @@ def _spans(positions: torch.Tensor) -> list[Span]:
     return spans + [Span(int(p), 1) for p in positions[done:]]
 
 
-def tokens_of(x: torch.Tensor, name: str, dim: int) -> int:
+def token_count(x: torch.Tensor, name: str, dim: int) -> int:
     """Return the length of ``x`` along ``dim``, or raise ValueError if ``x`` has no such dimension."""
     check_tensor(name, x, may_be_meta=True)
-    dim = DIM.of("dim", dim)
+    dim = DIM.check("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim is {dim}: {name} has {x.ndim} dimensions")
     return x.shape[dim]
@@ -572,7 +574,7 @@ def tokens_of(x: torch.Tensor, name: str, dim: int) -> int:
 
 def check_tokens(x: torch.Tensor, name: str, dim: int, tokens: int, reason: str) -> None:
     """Raise ValueError if ``x`` does not have ``tokens`` along ``dim``. The message names a dimension that does."""
-    length = tokens_of(x, name, dim)
+    length = token_count(x, name, dim)
     if length != tokens:
         fits = f"; dim {x.shape.index(tokens)} has {tokens}" if tokens in x.shape else ""
         raise ValueError(f"{name} has {length} tokens along dim {dim}, {reason}{fits}")

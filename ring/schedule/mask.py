@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 from ...kernels import FULL, Bounds
-from ...kernels.checks import check_local
-from ...kinds import whole
-from .layout import Documents, Layout, at_least
+from ...kernels.checks import check_not_dtensor
+from ...validators import integer_between
+from .layout import Documents, Layout, check_at_least
 
-SEED = whole(-(1 << 63), (1 << 64) - 1)  # range of torch.Generator.manual_seed
-MOST_BLOCKS = 1 << 15  # most blocks of queries and of keys in a pattern built here; the table then has 1 GiB
+SEED = integer_between(-(1 << 63), (1 << 64) - 1)  # range of torch.Generator.manual_seed
+MAX_BLOCKS = 1 << 15  # most blocks of queries and of keys in a pattern built here; the table then has 1 GiB
 
 
 class BlockMask:
@@ -49,7 +49,7 @@ class BlockMask:
     __slots__ = ("__dict__", "block", "visible")
 
     def __init__(self, visible: torch.Tensor, block: int) -> None:
-        check_local("block_mask", visible)
+        check_not_dtensor("block_mask", visible)
         if not isinstance(visible, torch.Tensor) or visible.dtype != torch.bool or visible.dim() != 2:
             got = f"{visible.dtype} {list(visible.shape)}" if isinstance(visible, torch.Tensor) else repr(visible)
             raise ValueError(f"block_mask is {got}: it must be bool [query blocks, key blocks]")
@@ -58,9 +58,9 @@ class BlockMask:
                 f"block_mask is on {visible.device}: it must be on the CPU, because schedules are built on the host"
             )
         self.visible = visible.clone()
-        self.block = at_least(1, "block", block)
+        self.block = check_at_least(1, "block", block)
 
-    def between(self, layout: Layout, rank: int, kv_layout: Layout, shard: int) -> torch.Tensor:
+    def shard_blocks(self, layout: Layout, rank: int, kv_layout: Layout, shard: int) -> torch.Tensor:
         """Return which key blocks of one shard the query blocks of another see, bool ``[query blocks, key blocks]``.
 
         Raises:
@@ -69,7 +69,7 @@ class BlockMask:
         rows = self._blocks("layout", layout, rank, len(self.visible))
         return self.visible[rows][:, self._blocks("kv_layout", kv_layout, shard, self.visible.shape[1])]
 
-    def check(self, name: str, layout: Layout) -> None:
+    def check_layout(self, name: str, layout: Layout) -> None:
         """Raise ValueError if a span of the layout begins or ends inside a block."""
         for rank in range(layout.world):
             self._blocks(name, layout, rank, -(-layout.reach // self.block))
@@ -181,12 +181,12 @@ def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, 
             ``window`` is even or not positive.
     """
     queries, keys = _grid(seqlen, block)
-    window, global_ = at_least(1, "window", window), at_least(0, "global_", global_)
-    random = at_least(0, "random", random)
+    window, global_ = check_at_least(1, "window", window), check_at_least(0, "global_", global_)
+    random = check_at_least(0, "random", random)
     if window % 2 == 0:
         raise ValueError(f"window is {window}: it must be odd, the query's own block and equally many on either side")
     seen = ((queries - keys).abs() <= window // 2) | (queries < global_) | (keys < global_)
-    generator = torch.Generator().manual_seed(SEED.of("seed", seed))
+    generator = torch.Generator().manual_seed(SEED.check("seed", seed))
     for row in seen:
         hidden = (~row).nonzero().squeeze(1)
         row[hidden[torch.randperm(len(hidden), generator=generator)[:random]]] = True
@@ -214,7 +214,7 @@ def longformer(window: int, global_tokens: Iterable[tuple[int, int]]) -> Longfor
     Raises:
         ValueError: ``window`` is odd or negative, or the ranges are empty, overlap or descend.
     """
-    if at_least(0, "window", window) % 2:
+    if check_at_least(0, "window", window) % 2:
         raise ValueError(f"window is {window}: it must be even, half of it on either side")
     try:
         ranges = tuple((index(start), index(end)) for start, end in global_tokens)
@@ -228,11 +228,11 @@ def longformer(window: int, global_tokens: Iterable[tuple[int, int]]) -> Longfor
 
 def _grid(seqlen: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices of the query blocks as a column and of the key blocks as a row."""
-    blocks = -(-at_least(0, "seqlen", seqlen) // at_least(1, "block", block))
-    if blocks > MOST_BLOCKS:
+    blocks = -(-check_at_least(0, "seqlen", seqlen) // check_at_least(1, "block", block))
+    if blocks > MAX_BLOCKS:
         raise ValueError(
             f"block is {block}: {seqlen:,} positions have {blocks:,} blocks, and the table would take {blocks**2:,} "
-            f"bytes, more than 2^30. Pass a block of at least {-(-seqlen // MOST_BLOCKS):,}."
+            f"bytes, more than 2^30. Pass a block of at least {-(-seqlen // MAX_BLOCKS):,}."
         )
     # int32, because a pattern of a million positions has 10^8 blocks, and each is computed from these several times
     count = torch.arange(blocks, dtype=torch.int32)
@@ -241,7 +241,7 @@ def _grid(seqlen: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _multiple(name: str, value: int, block: int) -> int:
     """Return ``value`` as a number of blocks, or raise ValueError if it is not a positive multiple of ``block``."""
-    if at_least(1, name, value) % block:
+    if check_at_least(1, name, value) % block:
         raise ValueError(f"{name} is {value}: it must be a positive multiple of block, {block}")
     return value // block
 
@@ -250,7 +250,7 @@ END = torch.iinfo(torch.int64).max  # end of an interval without a limit, past e
 
 UNLIMITED = -1  # side of a window without a limit
 
-Stretch = tuple[int, int]  # positions ``[start, end)``
+PositionRange = tuple[int, int]  # positions ``[start, end)``
 
 
 @dataclass(frozen=True)
@@ -274,11 +274,11 @@ class Mask:
     """Number of positions with keys, per batch row; later positions are padding."""
     blocks: BlockMask | None = None
     """Which blocks of queries see which blocks of keys."""
-    global_tokens: tuple[Stretch, ...] = ()
+    global_tokens: tuple[PositionRange, ...] = ()
     """Tokens that see all keys, and that all queries see, whatever the window (Longformer)."""
-    queries: Stretch = (0, END)
+    queries: PositionRange = (0, END)
     """Queries that a part of a mask covers; other queries see nothing."""
-    keys: Stretch = (0, END)
+    keys: PositionRange = (0, END)
     """Keys that a part of a mask covers."""
 
     @property
@@ -316,7 +316,7 @@ class Mask:
         if right != UNLIMITED:
             hi = torch.minimum(hi, positions + right + 1)
         if self.documents is not None:
-            start, end = self.documents.around(positions)
+            start, end = self.documents.document_bounds(positions)
             lo, hi = torch.maximum(lo, start), torch.minimum(hi, end)
         if self.used is not None:
             hi = hi.clamp(max=max(self.used, default=0))

@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ...kernels import BlockSparseIndex, Bounds, Scores
-from ...kernels.shared import Shared, SharedCache
-from .active import sent_keys
+from ...kernels.shared_cache import SharedCache, SharedValue
 from .layout import Layout
 from .mask import Mask, bounds
 from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, kv_slot_at, schedule
+from .visibility import sent_keys
 
 if TYPE_CHECKING:
     from ...comm.topology.topology import Topology
 
-PLANS = 64  # cached plans; a model alternates between a few (layout, mask) pairs
+PLAN_CACHE_SIZE = 64  # cached plans; a model alternates between a few (layout, mask) pairs
 
 
 class KvPost(NamedTuple):
     """One group of K/V transfers: receive K/V of one hop, send K/V of an earlier hop."""
 
-    coming: Hop
-    leaving: Hop
-    to: int | None  # rank that K/V of ``leaving`` are sent to
+    recv_hop: Hop
+    send_hop: Hop
+    send_to: int | None  # rank that K/V of ``send_hop`` are sent to
     by_rail: bool  # True between nodes, False inside a node or in a flat ring
-    waits: bool
+    needs_wait: bool
     """True if posting order does not protect the outgoing K/V, which arrived on the other level or are made here.
     """
 
@@ -45,9 +45,9 @@ class Plan:
     # Per hop one mask per part; empty if the hop launches nothing. Hop 0 always launches, to write the start state.
     hop_masks: tuple[tuple[HopMask, ...], ...]
     lengths: tuple[int, ...]  # keys that are sent, of the shard of each hop
-    longest: int  # keys that are sent of the longest shard, which every slot must hold
+    max_shard_keys: int  # keys that are sent of the longest shard, which every slot must hold
     send_index: torch.Tensor | None  # indices of the own keys that are sent, int64 on the device; None: all
-    last: int  # index of the last hop that launches
+    last_launch_hop: int  # index of the last hop that launches
     slots: int  # slots that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # edges of all ranks, per level
     returns_early: bool  # dK/dV of some shard return to their root before an outer step ends
@@ -83,7 +83,7 @@ class Plan:
         """Number of dK/dV slots: rotating ones, those of the rail, and one more if dK/dV of any rank return early."""
         return DKV_SLOTS + (RAIL_SLOTS if self.two_level else 0) + self.returns_early
 
-    def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
+    def kv_arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
         """Return the hops whose K/V are posted when ``hop`` begins.
 
         Inside a node these are ``prefetch`` hops ahead, by rail one outer step ahead. Hops of a later outer step are
@@ -98,7 +98,7 @@ class Plan:
     def kv_posts(self, prefetch: int) -> tuple[tuple[KvPost, ...], ...]:
         """Return the K/V groups that are posted when each hop begins, in order. Cached."""
         if prefetch not in self._kv_posts:
-            arrivals = (self.arrivals(hop.index, prefetch) for hop in self.hops)
+            arrivals = (self.kv_arrivals(hop.index, prefetch) for hop in self.hops)
             self._kv_posts[prefetch] = tuple(tuple(map(self._kv_post, coming)) for coming in arrivals)
         return self._kv_posts[prefetch]
 
@@ -106,9 +106,9 @@ class Plan:
         """Return the slot that K/V of a hop arrive in, on every rank that receives them."""
         return kv_slot_at(hop.index, self.inner, self.slots)
 
-    def kv_sender(self, coming: Hop) -> Hop:
-        """Return the hop whose K/V are sent on while those of ``coming`` arrive."""
-        return self.hops[coming.index - (self.inner if self.is_outer_root(coming) else 1)]
+    def kv_sender(self, recv_hop: Hop) -> Hop:
+        """Return the hop whose K/V are sent on while those of ``recv_hop`` arrive."""
+        return self.hops[recv_hop.index - (self.inner if self.is_outer_root(recv_hop) else 1)]
 
     def _kv_post(self, coming: Hop) -> KvPost:
         by_rail, leaving = self.is_outer_root(coming), self.kv_sender(coming)
@@ -145,12 +145,14 @@ class Positions:
 
     def keys(self, shard: int) -> torch.Tensor:
         """Return the positions of a shard's keys that this rank has, ``[Sk]``, ready on the current stream."""
-        return self._cache.get(shard, lambda: self._moved(self.held(shard).positions(shard)), lambda made: (made,))
+        return self._cache.get(
+            shard, lambda: self._moved(self.shard_layout(shard).positions(shard)), lambda made: (made,)
+        )
 
     def _moved(self, positions: torch.Tensor) -> torch.Tensor:
         return positions.to(self.device, torch.int32)
 
-    def held(self, shard: int) -> Layout:
+    def shard_layout(self, shard: int) -> Layout:
         """Return the layout of the keys that this rank has of a shard: all keys of its own, the sent keys of others."""
         return self.kv_layout if shard == self.rank else self.sent
 
@@ -162,19 +164,19 @@ class HopMask(NamedTuple):
     positions: Positions
     shard: int
 
-    def place(self, scores: Scores) -> Scores:
+    def with_positions(self, scores: Scores) -> Scores:
         """Return ``scores`` with the positions of these queries and keys if the scores depend on positions."""
-        if not scores.by_position:
+        if not scores.needs_positions:
             return scores
         return replace(scores, q_positions=self.positions.queries, k_positions=self.positions.keys(self.shard))
 
 
 def _hop_masks(mask: Mask, positions: Positions, shard: int) -> tuple[HopMask, ...]:
     """Return the nonempty parts of the mask for one shard, or the first part if all are empty."""
-    layout, kv_layout, rank, device = positions.layout, positions.held(shard), positions.rank, positions.device
+    layout, kv_layout, rank, device = positions.layout, positions.shard_layout(shard), positions.rank, positions.device
     index = None
     if mask.blocks is not None:
-        visible = mask.blocks.between(layout, rank, kv_layout, shard)
+        visible = mask.blocks.shard_blocks(layout, rank, kv_layout, shard)
         index = None if bool(visible.all()) else BlockSparseIndex(visible, mask.blocks.block)
     parts = [bounds(part, layout.positions(rank), kv_layout.positions(shard)) for part in mask.parts]
     parts = [replace(part, block_sparse=index) for part in parts]
@@ -199,7 +201,7 @@ def plan(
     return _shared_plan(layout, mask, rank, direction, device, topology, slots, kv_layout).read()
 
 
-@lru_cache(maxsize=PLANS)
+@lru_cache(maxsize=PLAN_CACHE_SIZE)
 def _shared_plan(
     layout: Layout,
     mask: Mask,
@@ -209,7 +211,7 @@ def _shared_plan(
     topology: Topology | None,
     slots: int,
     kv_layout: Layout | None,
-) -> Shared[Plan]:
+) -> SharedValue[Plan]:
     keys = layout if kv_layout is None else kv_layout
     full = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     hops = full.hops(rank)
@@ -226,9 +228,9 @@ def _shared_plan(
             _hop_masks(mask, positions, hop.shard) if hop.computes or hop.index == 0 else () for hop in hops
         ),
         lengths=tuple(sent.lengths[hop.shard] for hop in hops),
-        longest=max(sent.lengths),
+        max_shard_keys=max(sent.lengths),
         send_index=send_index,
-        last=max((hop.index for hop in hops if hop.computes), default=0),
+        last_launch_hop=max((hop.index for hop in hops if hop.computes), default=0),
         slots=slots,
         edges=full.edges,
         returns_early=full.returns_early,
@@ -238,4 +240,4 @@ def _shared_plan(
             if root.dkv_from is not None
         },
     )
-    return Shared(made, made.device_tensors())
+    return SharedValue(made, made.device_tensors())

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .active import active_shards, sent_keys
+from .formatting import format_schedule
 from .layout import Layout
 from .mask import Mask
-from .text import text
+from .visibility import active_shards, sent_keys
 
 if TYPE_CHECKING:
     from ...comm.topology.topology import Topology
@@ -32,13 +32,13 @@ KV_SLOTS = 3  # one is computed with, one is received, one may still be sent
 ROOT_SLOTS = 2  # two-level ring: one is sent and one received over the slow link during a whole outer step
 DKV_SLOTS = 2  # one is computed with, one is received
 RAIL_SLOTS = 2  # two-level ring: one is sent to the owner, one is received from another node
-KEPT = 16  # cached schedules; a model alternates between a few (layout, mask) pairs
+SCHEDULE_CACHE_SIZE = 16  # cached schedules; a model alternates between a few (layout, mask) pairs
 
 Vector = npt.NDArray[np.int64]
 Edge = tuple[int, int]
 
 
-class Moves(NamedTuple):
+class TransferTable(NamedTuple):
     """All transfers of one kind on one level, as vectors of equal length in no particular order.
 
     Entry i moves K/V or dK/dV of ``shards[i]`` from rank ``sources[i]`` to rank ``destinations[i]``.
@@ -222,7 +222,7 @@ class Schedule:
         inside, between = ([table for table in moves if table.level == level] for level in (0, 1))
         return _pairs(inside, self.world), _pairs(between, self.world)
 
-    def moves(self) -> tuple[Moves, ...]:
+    def moves(self) -> tuple[TransferTable, ...]:
         """Return every transfer of a backward. A forward has the same K/V transfers and no dK/dV."""
         seen = np.array(self.active).reshape(self.world, -1, self.inner)  # [shard, outer step, step]
         ranks, steps, outers = self.ranks.reshape(seen.shape), np.arange(self.inner), np.arange(seen.shape[1])
@@ -233,14 +233,14 @@ class Schedule:
         returns = (outers > 0) & seen.any(axis=2)
         owners = np.broadcast_to(np.arange(self.world)[:, None], roots.shape)
         return (
-            _chosen("kv", 0, onward, ranks, following),
-            _chosen("dkv", 0, carries, ranks, np.where(onward, following, roots[:, :, None])),
-            _chosen("kv", 1, by_rail, roots, np.roll(roots, -1, axis=1)),
-            _chosen("dkv", 1, returns, roots, owners),
+            _select_moves("kv", 0, onward, ranks, following),
+            _select_moves("dkv", 0, carries, ranks, np.where(onward, following, roots[:, :, None])),
+            _select_moves("kv", 1, by_rail, roots, np.roll(roots, -1, axis=1)),
+            _select_moves("dkv", 1, returns, roots, owners),
         )
 
     def __str__(self) -> str:
-        return text(self)
+        return format_schedule(self)
 
 
 def schedule(
@@ -283,7 +283,7 @@ def schedule(
     return _schedule(layout, mask, keys, direction, nodes, slots)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=SCHEDULE_CACHE_SIZE)
 def _schedule(
     layout: Layout, mask: Mask, keys: Layout, direction: int, nodes: tuple[tuple[int, ...], ...], slots: int
 ) -> Schedule:
@@ -315,12 +315,14 @@ def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
     return min(upward, nearest, key=moved)
 
 
-def _chosen(kind: str, level: int, where: npt.NDArray[np.bool_], sources: Vector, destinations: Vector) -> Moves:
+def _select_moves(
+    kind: str, level: int, where: npt.NDArray[np.bool_], sources: Vector, destinations: Vector
+) -> TransferTable:
     """Build the table of the transfers that ``where`` selects; the first dimension is the shard."""
-    return Moves(kind, level, np.nonzero(where)[0], sources[where], destinations[where])
+    return TransferTable(kind, level, np.nonzero(where)[0], sources[where], destinations[where])
 
 
-def _pairs(moves: Sequence[Moves], world: int) -> tuple[Edge, ...]:
+def _pairs(moves: Sequence[TransferTable], world: int) -> tuple[Edge, ...]:
     """Return each ``(source, destination)`` of the transfers once, in ascending order."""
     codes = np.unique(np.concatenate([table.sources * world + table.destinations for table in moves]))
     sources, destinations = np.divmod(codes, world)

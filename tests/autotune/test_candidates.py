@@ -16,20 +16,20 @@ from ringattn.autotune import candidates
 from ringattn.autotune.candidates import (
     Compiler,
     CompileResult,
-    Ranked,
+    RankedCandidates,
     compile_job,
     compile_jobs,
-    job_of,
     rank_candidates,
+    ranking_job,
 )
-from ringattn.autotune.compile import Variant
-from ringattn.autotune.pool import Failure, Pool
-from ringattn.autotune.space import schedules, space
+from ringattn.autotune.compile import KernelVariant
+from ringattn.autotune.pool import JobFailure, Pool
 from ringattn.autotune.store import Journal
+from ringattn.autotune.tile_space import tile_candidates, tile_schedules
 from ringattn.kernels import Tile
-from ringattn.kernels.tables import Point, options_of, with_options
+from ringattn.kernels.tables import TuningPoint, attach_options, tuned_options
 
-from ..support.tune_cases import POINT, AtOnce, by_number, fine
+from ..support.tune_cases import POINT, InlinePool, compile_fine, number_job
 
 HEADS = 32
 TILE = Tile(128, 128, 8, 2)
@@ -42,7 +42,7 @@ def test_jobs_run_until_the_budget_ends_or_the_user_interrupts() -> None:
         assert multiprocessing.active_children()
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), Pool(by_number, 2) as pool:
+    with pytest.raises(KeyboardInterrupt), Pool(number_job, 2) as pool:
         pool.run(range(5, 14), results.__setitem__)
         assert results == {number: 2 * number for number in range(5, 14)}
         begun = count()
@@ -57,41 +57,43 @@ def test_jobs_run_until_the_budget_ends_or_the_user_interrupts() -> None:
 @pytest.mark.nightly
 def test_a_crash_or_hang_fails_only_its_own_job() -> None:
     results: dict[int, Any] = {}
-    with Pool(by_number, 2, seconds=20.0) as pool:
+    with Pool(number_job, 2, seconds=20.0) as pool:
         pool.run([0, 1, 2, 3, 4], results.__setitem__)
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert results == {
         0: "off",  # workers compile, so the interpreter is off
-        1: Failure("ValueError: one is"),
-        2: Failure("its process died with exit code 7"),
-        3: Failure("it did not end in time and was killed"),
+        1: JobFailure("ValueError: one is"),
+        2: JobFailure("its process died with exit code 7"),
+        3: JobFailure("it did not end in time and was killed"),
         4: "off",
     }
 
 
-def compiler_of(pool: AtOnce, path: Path, **how: Any) -> Compiler:
+def compiler_of(pool: InlinePool, path: Path, **how: Any) -> Compiler:
     return partial(compile_jobs, journal=Journal(path, ""), pool=pool, **how)  # type: ignore[arg-type]
 
 
-def rank(work: Callable[[Variant], CompileResult], path: Path, count: int, schedules_of: int = 0) -> Ranked:
-    compiler = compiler_of(AtOnce(work), path)
+def rank(
+    work: Callable[[KernelVariant], CompileResult], path: Path, count: int, schedules_of: int = 0
+) -> RankedCandidates:
+    compiler = compiler_of(InlinePool(work), path)
     return rank_candidates(
-        POINT, 90, compiler, space(POINT, 90), heads=HEADS, count=count, schedules_of=schedules_of
+        POINT, 90, compiler, tile_candidates(POINT, 90), heads=HEADS, count=count, scheduled_tiles=schedules_of
     )  # fmt: skip
 
 
-def jobs_of(point: Point) -> list[Variant]:
-    return [job_of(point, tile, 90, HEADS) for tile in space(point, 90)]
+def jobs_of(point: TuningPoint) -> list[KernelVariant]:
+    return [ranking_job(point, tile, 90, HEADS) for tile in tile_candidates(point, 90)]
 
 
 def test_compiled_results_are_reused(tmp_path: Path) -> None:
-    jobs, pool = jobs_of(POINT), AtOnce()
+    jobs, pool = jobs_of(POINT), InlinePool()
     batches: list[int | None] = []
     first = compiler_of(pool, tmp_path / "journal", progress=batches.append)(jobs * 2)
     assert pool.seen == jobs
     assert batches == [len(jobs), *[None] * len(jobs)]
     again = compiler_of(pool, tmp_path / "journal")
-    second = again([*jobs, job_of(POINT, jobs[0].tile, 80, HEADS)])
+    second = again([*jobs, ranking_job(POINT, jobs[0].tile, 80, HEADS)])
     assert len(pool.seen) == len(jobs) + 1
     assert {job: second[job] for job in jobs} == first
     # Lengths and heads share binaries, because Triton only distinguishes multiples of 16.
@@ -102,30 +104,30 @@ def test_compiled_results_are_reused(tmp_path: Path) -> None:
 
 
 def test_failed_candidates_are_dropped_with_the_reason(tmp_path: Path) -> None:
-    def work(job: Variant) -> CompileResult:
+    def work(job: KernelVariant) -> CompileResult:
         if job.tile.num_stages == 4:
             raise RuntimeError("PassManager::run failed")
-        return CompileResult(("serialised wgmma in a loop",)) if job.tile.num_warps == 8 else fine(job)
+        return CompileResult(("serialised wgmma in a loop",)) if job.tile.num_warps == 8 else compile_fine(job)
 
-    tiles, ranked = space(POINT, 90), rank(work, tmp_path / "journal", 99)
+    tiles, ranked = tile_candidates(POINT, 90), rank(work, tmp_path / "journal", 99)
     assert {*ranked.tiles} == {tile for tile in tiles if tile.num_stages != 4 and tile.num_warps != 8}
     assert {*ranked.dropped} | {*ranked.tiles} == {*tiles}
     for tile, reason in ranked.dropped.items():
         assert reason == ("PassManager::run failed" if tile.num_stages == 4 else "serialised wgmma in a loop")
     # A tile that the kernel's entry refuses is dropped with the entry's message, and no worker runs.
-    job, pool = job_of(POINT, large := Tile(128, 128, 8, 4), 86, HEADS), AtOnce()
+    job, pool = ranking_job(POINT, large := Tile(128, 128, 8, 4), 86, HEADS), InlinePool()
     (refused,) = compiler_of(pool, tmp_path / "other")([job]).values()
     assert not pool.seen and f"config.forward is {large}: " in refused.problems[0]
 
 
 def test_a_tile_compiles_in_every_role_or_is_dropped(tmp_path: Path) -> None:
-    order = rank(fine, tmp_path / "a", 999).tiles
-    bounds = [fine(job_of(POINT, tile, 90, HEADS)).bound or 0 for tile in order]
+    order = rank(compile_fine, tmp_path / "a", 999).tiles
+    bounds = [compile_fine(ranking_job(POINT, tile, 90, HEADS)).bound or 0 for tile in order]
     assert bounds == sorted(bounds, reverse=True)
     bad = {order[0]: "last", order[2]: "only", order[3]: "first"}
 
-    def work(job: Variant) -> CompileResult:
-        return CompileResult((f"spills as {job.role}",)) if bad.get(job.tile) == job.role else fine(job)
+    def work(job: KernelVariant) -> CompileResult:
+        return CompileResult((f"spills as {job.role}",)) if bad.get(job.tile) == job.role else compile_fine(job)
 
     ranked = rank(work, tmp_path / "b", 3)
     assert ranked.tiles == (order[1], order[4], order[5])
@@ -136,17 +138,17 @@ def test_every_schedule_of_the_best_tiles_is_ranked(tmp_path: Path) -> None:
     # The ranking adds every schedule of the best two tiles without options. A schedule must compile in every role; one
     # that fails is dropped alone.
 
-    def work(job: Variant) -> CompileResult:
+    def work(job: KernelVariant) -> CompileResult:
         options = dict(job.options)
         if options.get("persistent") and job.role == "last":
             return CompileResult(("spills",))
-        return CompileResult((), 1e6 * (options.get("forward_kernel") == "hopper") + (fine(job).bound or 0.0))
+        return CompileResult((), 1e6 * (options.get("forward_kernel") == "hopper") + (compile_fine(job).bound or 0.0))
 
     first, ranked = (rank(work, tmp_path / "journal", 7, schedules_of) for schedules_of in (0, 2))
-    assert [bool(options_of(tile)) for tile in first.tiles] == [True] * 5 + [False] * 2
+    assert [bool(tuned_options(tile)) for tile in first.tiles] == [True] * 5 + [False] * 2
     assert ranked.tiles[:7] == first.tiles
-    schedules_of_best = [other for tile in first.tiles[5:] for other in schedules(tile, POINT, 90)]
-    compiling = [tile for tile in schedules_of_best if not options_of(tile).get("persistent")]
+    schedules_of_best = [other for tile in first.tiles[5:] for other in tile_schedules(tile, POINT, 90)]
+    compiling = [tile for tile in schedules_of_best if not tuned_options(tile).get("persistent")]
     assert {*ranked.tiles[7:]} == {*compiling} and len(compiling) == 2 * 3 and len(schedules_of_best) == 2 * 11
     assert {*ranked.dropped} == {*first.dropped, *schedules_of_best} - {*compiling}
 
@@ -155,13 +157,13 @@ def test_every_schedule_of_the_best_tiles_is_ranked(tmp_path: Path) -> None:
 def test_candidates_are_compiled(tmp_path: Path) -> None:
     point = POINT._replace(head_dim=64, head_dim_v=64)
     jobs = {
-        "good": job_of(point, Tile(64, 64, 4, 2), 90, HEADS),
-        "spills": job_of(point._replace(kernel="dkdv"), Tile(64, 128, 4, 1), 90, HEADS),
-        "hopper": job_of(POINT, with_options(TILE, {"forward_kernel": "hopper"}), 90, HEADS),
+        "good": ranking_job(point, Tile(64, 64, 4, 2), 90, HEADS),
+        "spills": ranking_job(point._replace(kernel="dkdv"), Tile(64, 128, 4, 1), 90, HEADS),
+        "hopper": ranking_job(POINT, attach_options(TILE, {"forward_kernel": "hopper"}), 90, HEADS),
     }
     with Pool(compile_job, 2) as pool:
         results = compile_jobs(jobs.values(), Journal(tmp_path / "journal", ""), pool)
     assert results[jobs["good"]].problems == results[jobs["hopper"]].problems == ()
     assert (results[jobs["hopper"]].bound or 0) > (results[jobs["good"]].bound or 0) > 40
-    assert results[jobs["good"]].bound_by.startswith(f"{candidates.UNIT}, limited by ")
+    assert results[jobs["good"]].bound_by.startswith(f"{candidates.BOUND_UNIT}, limited by ")
     assert any("local-memory" in problem or "shared" in problem for problem in results[jobs["spills"]].problems)

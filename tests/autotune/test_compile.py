@@ -8,25 +8,34 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.autotune import measure
-from ringattn.autotune.candidates import job_of
-from ringattn.autotune.compile import FEATURES, MEMORY_BOUND, META, Sizes, Variant, compiled, launches, select
-from ringattn.autotune.measure import DeviceTrials, checked_sides
-from ringattn.autotune.space import Shape
-from ringattn.bench.common.errors import Judge
+from ringattn.autotune import device_trials
+from ringattn.autotune.candidates import ranking_job
+from ringattn.autotune.compile import (
+    FEATURES,
+    MEMORY_BOUND,
+    META,
+    CallSizes,
+    KernelVariant,
+    compile_launch,
+    parse_variants,
+    record_launches,
+)
+from ringattn.autotune.device_trials import DeviceTrials, check_lengths
+from ringattn.autotune.tile_space import ModelShape
+from ringattn.bench.common.errors import ErrorJudge
 from ringattn.kernels import KernelConfig, Tile, attention_backward, attention_forward
-from ringattn.kernels.tables import TUNED, Point, options_of, with_options
+from ringattn.kernels.tables import TUNED_KERNELS, TuningPoint, attach_options, tuned_options
 
 TILE = Tile(64, 64, 4, 2)
 MASKS = ("bounded", "full")
 
 
-def variant(kernel: str = "forward", **changed: Any) -> Variant:
-    return replace(Variant(kernel, 90, "bf16", 128, 128, TILE), **changed)
+def variant(kernel: str = "forward", **changed: Any) -> KernelVariant:
+    return replace(KernelVariant(kernel, 90, "bf16", 128, 128, TILE), **changed)
 
 
 @pytest.mark.parametrize("features", [(), FEATURES])
-@pytest.mark.parametrize("kernel", TUNED)
+@pytest.mark.parametrize("kernel", TUNED_KERNELS)
 def test_every_role_and_feature_of_a_kernel_is_launched(kernel: str, features: tuple[str, ...]) -> None:
     roles = {role: variant(kernel, role=role, features=features).launch for role in ("only", "first", "middle", "last")}
     assert len({launched.signature for launched in roles.values()}) == 4
@@ -39,7 +48,7 @@ def test_every_role_and_feature_of_a_kernel_is_launched(kernel: str, features: t
 
 def test_sizes_that_triton_specializes_change_the_signature() -> None:
     # Triton specializes arguments that are 1, are multiples of 16, or need 64 bits.
-    sizes = Sizes(1, 256, 512, 8, 4)
+    sizes = CallSizes(1, 256, 512, 8, 4)
     same = variant(sizes=sizes).launch.signature
     assert variant(sizes=sizes._replace(queries=1024, keys=64)).launch.signature == same
     for other in ({"queries": 248}, {"kv_heads": 8}, {"heads": 64, "kv_heads": 4}, {"queries": 1}):
@@ -54,7 +63,7 @@ def test_sizes_that_triton_specializes_change_the_signature() -> None:
     ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "supports 64, 128"),
 ])  # fmt: skip
 def test_unsupported_hopper_variants(word: str, changed: dict[str, Any], message: str) -> None:
-    (hopper,) = select(f"90:bf16:128:middle:{word}:full:gqa")
+    (hopper,) = parse_variants(f"90:bf16:128:middle:{word}:full:gqa")
     assert hopper.launch.name == hopper.function == f"{word}_kernel"
     with pytest.raises(ValueError, match=message):
         _ = replace(hopper, **changed).launch
@@ -62,7 +71,7 @@ def test_unsupported_hopper_variants(word: str, changed: dict[str, Any], message
 
 def test_interpreted_and_meta_launches_do_not_compile() -> None:
     with pytest.raises(ValueError, match="TRITON_INTERPRET is set"):
-        compiled(variant().launch, 90)
+        compile_launch(variant().launch, 90)
     q = torch.empty(1, 16, 2, 16, device=META)
     with pytest.raises(ValueError, match="without values"):
         attention_forward(q, q, q)
@@ -72,47 +81,51 @@ def test_all_launches_of_an_entry_point_are_recorded() -> None:
     q, k = torch.empty(1, 64, 8, 64, device=META), torch.empty(1, 64, 2, 64, device=META)
     lse = torch.empty(1, 8, 64, device=META)
     config = KernelConfig(TILE, TILE, TILE, dkdv_splits=2)
-    launched = launches(attention_backward, 90, q, q, k, k, q, lse, config=config)
+    launched = record_launches(attention_backward, 90, q, q, k, k, q, lse, config=config)
     assert [launch.name for launch in launched] == ["delta_kernel", "dq_kernel", "dkdv_kernel", "reduce_kernel"]
 
 
-@pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED, (*MASKS, *MASKS, "full"), strict=True)])
+@pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED_KERNELS, (*MASKS, *MASKS, "full"), strict=True)])
 def test_timed_and_checked_launches_were_compiled(kernel: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Equal signatures mean that timing finds the binary in Triton's cache.
 
     monkeypatch.setattr(
-        measure, "judge_of", lambda inputs, options: Judge((), (), {"out": inputs.dout, "lse": inputs.dlse}, {}, {})
+        device_trials,
+        "build_judge",
+        lambda inputs, options: ErrorJudge((), (), {"out": inputs.dout, "lse": inputs.dlse}, {}, {}),
     )
     options: dict[str, list[dict[str, Any]]] = {
         "forward": [{}, {"order": "longest"}, {"pack_gqa": True}, {"persistent": True, "sm_margin": 8}],
         "dq": [{}, {"order": "longest", "persistent": True}],
         "dkdv": [{}, {"dkdv_splits": 2}, {"dkdv_epilogue": "descriptors"}, {"order": "longest"}],
     }
-    tiles = [with_options(Tile(64, 32, 4, 2), choice) for choice in options.get(kernel, [{}])]
+    tiles = [attach_options(Tile(64, 32, 4, 2), choice) for choice in options.get(kernel, [{}])]
     if kernel == "forward":
-        tiles.append(with_options(Tile(128, 64, 8, 2), {"forward_kernel": "hopper"}))
-    for shape in (Shape(32, 8, 64, 64), Shape(6, 2, 64, 64), Shape(16, 1, 64, 64)):
-        point = Point(kernel, "bf16", 64, 64, shape.group, mask, 8192)
+        tiles.append(attach_options(Tile(128, 64, 8, 2), {"forward_kernel": "hopper"}))
+    for shape in (ModelShape(32, 8, 64, 64), ModelShape(6, 2, 64, 64), ModelShape(16, 1, 64, 64)):
+        point = TuningPoint(kernel, "bf16", 64, 64, shape.group, mask, 8192)
         trials = DeviceTrials(point, shape, META)
-        checked = [(role, checked_sides(point)) for role in ("first", "middle", "last")]
+        checked = [(role, check_lengths(point)) for role in ("first", "middle", "last")]
         for tile in tiles:
-            if shape.group % int(options_of(tile).get("dkdv_splits", 1)):
+            if shape.group % int(tuned_options(tile).get("dkdv_splits", 1)):
                 continue
-            jobs = [job_of(point, tile, 90, shape.heads, *launch) for launch in (("middle", None), *checked)]
+            jobs = [ranking_job(point, tile, 90, shape.heads, *launch) for launch in (("middle", None), *checked)]
             compiled_signatures = {job.launch.signature for job in jobs}
             for part, count in ((lambda: trials._launch(tile), 1), (lambda: trials._results(tile), 3)):  # noqa: B023
-                launched = [call for call in launches(part, 90) if call.name not in ("delta_kernel", "reduce_kernel")]
+                launched = [
+                    call for call in record_launches(part, 90) if call.name not in ("delta_kernel", "reduce_kernel")
+                ]
                 assert len(launched) == count, tile
                 assert {call.signature for call in launched} <= compiled_signatures, tile
 
 
 @pytest.mark.parametrize(("spec", "kernels", "count", "options"), [
-    ("90:bf16:128", {*TUNED, *MEMORY_BOUND}, 5 * 4 * 2 * 2 + 2 * 4 * 2 + 1 + 2, None),
+    ("90:bf16:128", {*TUNED_KERNELS, *MEMORY_BOUND}, 5 * 4 * 2 * 2 + 2 * 4 * 2 + 1 + 2, None),
     ("90:bf16:256:middle:full:gqa", {"forward", "dq", "dkdv", "reduce"}, 5, None),  # no single-pass tile fits
     ("90:bf16:192/128:quantize", {"quantize"}, 2, ""),
     ("sm_90:bf16:128:middle:forward:64x64x4x1", {"forward"}, 4, ""),
-    ("90:bf16:128:middle:full:gqa:64x64x4x1", {*TUNED}, 5, ""),  # no kernel without a tile
-    ("90:bf16:128:softcap:only:full:gqa", {*TUNED}, 5, ""),
+    ("90:bf16:128:middle:full:gqa:64x64x4x1", {*TUNED_KERNELS}, 5, ""),  # no kernel without a tile
+    ("90:bf16:128:softcap:only:full:gqa", {*TUNED_KERNELS}, 5, ""),
     ("90:bf16:128:middle:order=longest:persistent=True", {"forward", "dq", "dkdv"}, 12,
      "order=longest persistent=True"),
     ("90:bf16:128:pack_gqa=True", {"forward", "dq"}, 16, "pack_gqa=True"),
@@ -123,7 +136,7 @@ def test_timed_and_checked_launches_were_compiled(kernel: str, mask: str, monkey
     ("80:fp32:40:quantize", {"quantize"}, 1, ""),
 ])  # fmt: skip
 def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str | None) -> None:
-    variants = select(spec)
+    variants = parse_variants(spec)
     assert {variant.kernel for variant in variants} == kernels and len(variants) == len({*variants}) == count
     if options is not None:
         assert {" ".join(f"{name}={value}" for name, value in variant.options) for variant in variants} == {options}
@@ -144,4 +157,4 @@ def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str
 ])  # fmt: skip
 def test_invalid_specs_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("(", r"\(")):
-        select(spec)
+        parse_variants(spec)

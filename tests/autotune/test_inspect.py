@@ -15,17 +15,17 @@ from typer.testing import CliRunner
 
 from ringattn.autotune import inspect as inspection
 from ringattn.autotune.cli_inspect import DEFAULT, app
-from ringattn.autotune.compile import Variant, select
-from ringattn.autotune.gate import Compiled
-from ringattn.autotune.inspect import inspect_variant, row_of
+from ringattn.autotune.compile import KernelVariant, parse_variants
+from ringattn.autotune.gate import CompiledKernel
+from ringattn.autotune.inspect import inspect_variant, variant_row
 from ringattn.autotune.sass import matrix_loops
-from ringattn.bench.common.result import read
+from ringattn.bench.common.result import read_result
 from ringattn.kernels import Tile
 from ringattn.kernels.gpu import MULTIPROCESSOR_SPECS
 
 LISTING = Path(__file__).with_name("forward_sm_90.sass").read_text()
-COMPILED = Compiled(64, 0, 2560, 0, tuple(matrix_loops(LISTING)), arch=90, threads=128)
-VARIANT = Variant("forward", 90, "bf16", 16, 16, Tile(64, 16, 4, 1), "only", full=True, grouped=False)
+COMPILED = CompiledKernel(64, 0, 2560, 0, tuple(matrix_loops(LISTING)), arch=90, threads=128)
+VARIANT = KernelVariant("forward", 90, "bf16", 16, 16, Tile(64, 16, 4, 1), "only", full=True, grouped=False)
 WRONG = "serialised wgmma in a loop"
 
 
@@ -38,7 +38,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the problems of every variant; fill the list to make the gate fail."""
     wrong: list[str] = []
-    monkeypatch.setattr(inspection, "inspect_variant", lambda variant: row_of(variant, COMPILED, wrong))
+    monkeypatch.setattr(inspection, "inspect_variant", lambda variant: variant_row(variant, COMPILED, wrong))
     return wrong
 
 
@@ -50,8 +50,8 @@ def test_an_invalid_spec_is_refused() -> None:
 @pytest.mark.parametrize("specs", [[], ["90:bf16:128:dq", "90:bf16:64:hopper"]])
 def test_specs_name_variants(specs: list[str], problems: list[str], tmp_path: Path) -> None:
     code, _ = run(*specs, "--json", str(report := tmp_path / "report.json"))
-    expected = [str(selected) for spec in specs or DEFAULT for selected in select(spec)]
-    assert code == 0 and [row["variant"] for row in read(report).rows] == expected
+    expected = [str(selected) for spec in specs or DEFAULT for selected in parse_variants(spec)]
+    assert code == 0 and [row["variant"] for row in read_result(report).rows] == expected
 
 
 def test_gate_fails_if_a_variant_has_problems(problems: list[str]) -> None:
@@ -73,7 +73,7 @@ def test_a_kernel_that_does_not_fit_fails_without_the_gate(monkeypatch: pytest.M
 
 
 def test_a_variant_that_its_entry_point_refuses_has_a_row() -> None:
-    (large,) = select("86:bf16:128:middle:forward:full:mha:128x128x8x3")
+    (large,) = parse_variants("86:bf16:128:middle:forward:full:mha:128x128x8x3")
     row = inspect_variant(large)
     assert "a block of sm_86 has 101,376" in row["problems"] and not row["blocks"] and row["bound"] is None
 

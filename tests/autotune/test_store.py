@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ringattn.autotune.candidates import CompileResult
-from ringattn.autotune.store import Journal, merged, private_folder, save
+from ringattn.autotune.store import Journal, merge_entries, private_folder, save
 from ringattn.kernels import Tile, tables
-from ringattn.kernels.files import MOST_BYTES
-from ringattn.kernels.tables import RefusedTable, read, tuned
+from ringattn.kernels.json_files import MAX_FILE_BYTES
+from ringattn.kernels.tables import RefusedTable, load_tuned_tiles, read_table
 
 from ..support.tile_tables import H200, POINT, TILE, entry, estimate, folders
 from ..support.tune_cases import BASELINE
@@ -79,7 +79,7 @@ def test_values_of_the_wrong_type_are_replaced(value: dict[str, object], tmp_pat
 
 
 def test_an_unreadable_journal_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "large").write_bytes(b"\n" * (MOST_BYTES + 1))
+    (tmp_path / "large").write_bytes(b"\n" * (MAX_FILE_BYTES + 1))
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     for name in ("large", "fifo", "folder"):
@@ -97,19 +97,19 @@ def test_tables_are_private_and_read_back(folders: Folders) -> None:
     created = [folders[0], *folders[0].parents][: len(folders[0].relative_to(folders[1].parent).parts)]
     assert [folder.stat().st_mode & 0o777 for folder in created] == [0o700] * 3
     key = ("forward", tables.DTYPES["bf16"], 128, 128, 4, True)
-    assert tuned(H200).tile(key, 8192) == TILE
+    assert load_tuned_tiles(H200).tile(key, 8192) == TILE
     save(folders[0], H200, [entry(tile=BASELINE)])
-    assert tuned(H200).tile(key, 8192) == BASELINE
+    assert load_tuned_tiles(H200).tile(key, 8192) == BASELINE
     save(folders[0], H200, [entry(POINT._replace(length=16)), estimate()])
-    assert {stored.point.length: stored.estimated for stored in read(path).entries} == {8192: False, 16: False}
+    assert {stored.point.length: stored.estimated for stored in read_table(path).entries} == {8192: False, 16: False}
 
 
 def test_estimates_never_replace_measurements() -> None:
     first, second = estimate(), estimate(tile=BASELINE)
-    assert merged([first], [second]) == [second]
-    assert merged([first], [entry()]) == [entry()]
-    assert merged([entry()], [second]) == [entry()]
-    assert merged([entry()], [entry(tile=BASELINE)]) == [entry(tile=BASELINE)]
+    assert merge_entries([first], [second]) == [second]
+    assert merge_entries([first], [entry()]) == [entry()]
+    assert merge_entries([entry()], [second]) == [entry()]
+    assert merge_entries([entry()], [entry(tile=BASELINE)]) == [entry(tile=BASELINE)]
 
 
 def test_a_table_that_cannot_be_read_is_left_as_it_is(folders: Folders) -> None:

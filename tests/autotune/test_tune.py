@@ -17,25 +17,32 @@ from typer.testing import CliRunner
 
 from ringattn.autotune import cli_tune, ring_search, tune
 from ringattn.autotune import compile as compile_
-from ringattn.autotune.candidates import CompileResult, job_of
-from ringattn.autotune.compile import Variant
-from ringattn.autotune.measure import DeviceTrials, checked_sides
-from ringattn.autotune.search import Budget, Measured
-from ringattn.autotune.space import Shape, gpu_for_arch, point_text, space
-from ringattn.autotune.tune import TuneConfig, built_in, compile_part, estimated_entry, journal_of, measure_part
+from ringattn.autotune.candidates import CompileResult, ranking_job
+from ringattn.autotune.compile import KernelVariant
+from ringattn.autotune.device_trials import DeviceTrials, check_lengths
+from ringattn.autotune.search import Budget, SearchResult
+from ringattn.autotune.tile_space import ModelShape, gpu_for_arch, point_text, tile_candidates
+from ringattn.autotune.tune import (
+    TuneConfig,
+    compile_points,
+    estimated_entry,
+    measure_points,
+    open_journal,
+    tile_without_table,
+)
 from ringattn.bench.common.result import Result
-from ringattn.kernels import Tile, choice, default_config, tables
+from ringattn.kernels import Tile, default_config, launch_plan, tables
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
-from ringattn.kernels.tables import KERNELS, TUNED, Point, options_of, read
+from ringattn.kernels.tables import KERNELS, TUNED_KERNELS, TuningPoint, read_table, tuned_options
 
 from ..support.tile_tables import H200, folders
-from ..support.tune_cases import AtOnce, StandIn, fine, no_progress
+from ..support.tune_cases import InlinePool, SimulatedGpu, compile_fine, ignore_progress
 
 __all__ = ["folders"]
 
 Folders = tuple[Path, Path]
 CPU = torch.device("cpu")
-SHAPE = Shape(2, 1, 16, 16, "fp32")
+SHAPE = ModelShape(2, 1, 16, 16, "fp32")
 SMALL = ["--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--dtype", "fp32", "--seqlen", "16", "--full"]
 
 
@@ -93,13 +100,13 @@ def test_target_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("ringattn.kernels.gpu.gpu_specs", lambda device: here)
-    chosen, device, why = cli_tune.target(arch, compile_only)
+    chosen, device, why = cli_tune.resolve_target(arch, compile_only)
     assert (chosen.name, device is not None) == (gpu, measures)
     assert ("nothing is measured" in why) != measures
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("ringattn.kernels.gpu.gpu_specs", lambda device: assumed_gpu(70, "Tesla V100"))
     with pytest.raises(ValueError, match="arch is 'sm_70': it must be one of sm_80"):
-        cli_tune.target(None, compile_only)
+        cli_tune.resolve_target(None, compile_only)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +117,7 @@ def test_only_measuring_has_a_default_budget(
     device: torch.device | None, flags: list[str], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: Any = []
-    monkeypatch.setattr(cli_tune, "target", lambda arch, compile_only: (H200, device, ""))
+    monkeypatch.setattr(cli_tune, "resolve_target", lambda arch, compile_only: (H200, device, ""))
     monkeypatch.setattr(tune, "tune", lambda config, *_: configs.append(config) or Result("tune", {}))
     assert run_command(*SMALL, "--save-dir", str(tmp_path), *flags).exit_code == 0
     assert [config.budget for config in configs] == [seconds]
@@ -119,7 +126,7 @@ def test_only_measuring_has_a_default_budget(
 @pytest.fixture
 def everything_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the worker pool by one that reports success for every job."""
-    monkeypatch.setattr(tune, "Pool", lambda work, workers: AtOnce())
+    monkeypatch.setattr(tune, "Pool", lambda work, workers: InlinePool())
 
 
 def test_tune_without_a_gpu_only_compiles(tmp_path: Path, folders: Folders, everything_compiles: None) -> None:
@@ -127,10 +134,10 @@ def test_tune_without_a_gpu_only_compiles(tmp_path: Path, folders: Folders, ever
     assert result.exit_code == 0, result.output
     assert "no GPU on this machine: nothing is measured" in result.output
     (path,) = folders[0].glob("*.json")
-    table = read(path)
+    table = read_table(path)
     assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, tables.triton_version())
     assert {(entry.point.kernel, entry.point.length, entry.estimated) for entry in table.entries} == {
-        (kernel, 16, True) for kernel in TUNED
+        (kernel, 16, True) for kernel in TUNED_KERNELS
     }
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["case"] == "tune" and len(report["rows"]) == 5 and not report["failed"]
@@ -145,8 +152,8 @@ def test_a_compile_budget_completes_some_points_and_reports_the_others(
     tmp_path: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path / "other", lengths=(16,), gpu=gpu_for_arch("sm_80"), device=None, kernels=("forward",))
-    first_point, pool = len(compiled_for(config)), AtOnce()
-    journal_of(config).path.unlink()
+    first_point, pool = len(compiled_for(config)), InlinePool()
+    open_journal(config).path.unlink()
     monkeypatch.setattr(tune, "Budget", lambda seconds: Budget(seconds, lambda: float(len(pool.seen))))
     monkeypatch.setattr(tune, "Pool", lambda work, workers: pool)
     flags = [*SMALL, "--arch", "sm_80", "--compile-only", "--kernels", "forward,dq"]
@@ -163,12 +170,12 @@ def test_a_compile_budget_completes_some_points_and_reports_the_others(
 def test_an_interruption_keeps_what_was_compiled(
     cache: Path, tmp_path: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def work(job: Variant) -> CompileResult:
+    def work(job: KernelVariant) -> CompileResult:
         if len(pool.seen) > 3:
             raise KeyboardInterrupt
-        return fine(job)
+        return compile_fine(job)
 
-    pool = AtOnce(work)
+    pool = InlinePool(work)
     monkeypatch.setattr(tune, "Pool", lambda work, workers: pool)
     result = run_command(*SMALL, "--compile-only", "--save-dir", str(tmp_path))
     assert result.exit_code == 130 and "interrupted; finished results are saved" in " ".join(result.output.split())
@@ -176,9 +183,9 @@ def test_an_interruption_keeps_what_was_compiled(
     assert len(journal.read_text().split()) > 3
 
 
-def compiled_for(config: TuneConfig) -> list[Variant]:
+def compiled_for(config: TuneConfig) -> list[KernelVariant]:
     """Return the variants that the compile part asks for, in order."""
-    compile_part(config, journal_of(config), pool := AtOnce(), no_progress)  # type: ignore[arg-type]
+    compile_points(config, open_journal(config), pool := InlinePool(), ignore_progress)  # type: ignore[arg-type]
     return pool.seen
 
 
@@ -188,25 +195,29 @@ def test_the_same_variants_are_compiled_with_and_without_a_gpu(folders: Folders)
     assert any(dict(job.options).get("order") for job in without)
     signatures = {job.launch.signature for job in without}
     for point in config.points:  # including the shards that check a result
-        default = built_in(point, 90)
+        default = tile_without_table(point, 90)
         assert default is not None
-        checks = [job_of(point, default, 90, 2, role, checked_sides(point)) for role in ("first", "middle", "last")]
+        checks = [
+            ranking_job(point, default, 90, 2, role, check_lengths(point)) for role in ("first", "middle", "last")
+        ]
         assert {job.launch.signature for job in checks} <= signatures
     assert compiled_for(replace(config, device=CPU)) == []
-    journal_of(config).path.unlink()
+    open_journal(config).path.unlink()
     assert compiled_for(replace(config, device=CPU)) == without
 
 
 def test_an_estimate_chooses_a_tile_without_options(folders: Folders) -> None:
     # Options have the highest bounds here, but an estimate must not choose a schedule that never ran.
-    config = config_of(folders[0], device=None, shape=Shape(2, 1, 64, 64), kernels=("forward", "dkdv"))
-    pool: Any = AtOnce(lambda job: CompileResult((), 9e9, "%") if job.options else fine(job))
-    forward, dkdv = compile_part(config, journal_of(config), pool, no_progress)
-    assert options_of(forward.ranked.tiles[0]) and options_of(dkdv.ranked.tiles[-1])
+    config = config_of(folders[0], device=None, shape=ModelShape(2, 1, 64, 64), kernels=("forward", "dkdv"))
+    pool: Any = InlinePool(lambda job: CompileResult((), 9e9, "%") if job.options else compile_fine(job))
+    forward, dkdv = compile_points(config, open_journal(config), pool, ignore_progress)
+    assert tuned_options(forward.ranked.tiles[0]) and tuned_options(dkdv.ranked.tiles[-1])
     for compiled in (forward, dkdv):
         estimate = estimated_entry(compiled)
-        plain = [tile for tile in space(compiled.point, 90) if not options_of(tile)]
-        assert estimate.bound == max(fine(job_of(compiled.point, tile, 90, 2)).bound or 0 for tile in plain)
+        plain = [tile for tile in tile_candidates(compiled.point, 90) if not tuned_options(tile)]
+        assert estimate.bound == max(
+            compile_fine(ranking_job(compiled.point, tile, 90, 2)).bound or 0 for tile in plain
+        )
         assert estimate.tile in plain and estimate.estimated and estimate.seconds is None
 
 
@@ -216,16 +227,21 @@ def slow(tile: Tile) -> float:
 
 def test_every_point_gets_an_even_share_of_what_is_left(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     config, shares = config_of(folders[0], lengths=(16, 64)), list[float]()
-    compiled = compile_part(config, journal_of(config), AtOnce(fine), no_progress)  # type: ignore[arg-type]
+    compiled = compile_points(config, open_journal(config), InlinePool(compile_fine), ignore_progress)  # type: ignore[arg-type]
 
-    def search(*given: Any, done: object) -> Measured[Tile]:
+    def search(*given: Any, done: object) -> SearchResult[Tile]:
         shares.append(given[-1]())
-        return Measured(None, {}, {}, False)
+        return SearchResult(None, {}, {}, False)
 
     monkeypatch.setattr(tune, "search", search)
     budget = Budget(60.0, lambda: 0.0)
-    measure_part(
-        config, compiled, journal_of(config), no_progress, trials_of=lambda point: StandIn(slow), budget=budget
+    measure_points(
+        config,
+        compiled,
+        open_journal(config),
+        ignore_progress,
+        make_trials=lambda point: SimulatedGpu(slow),
+        budget=budget,
     )
     assert shares == pytest.approx([60.0 / points for points in range(len(compiled), 0, -1)])
 
@@ -236,87 +252,89 @@ def test_measured_tiles_become_the_defaults(folders: Folders, monkeypatch: pytes
     def step(part: str, more: int | None) -> None:
         steps[part] += -1 if more is None else more
 
-    pool: Any = AtOnce(lambda job: replace(fine(job), bound=-slow(job.tile)))
-    compiled = compile_part(config, journal_of(config), pool, step)
-    gpu = StandIn(slow, besides=lambda tile: 2.0 * slow(tile))
+    pool: Any = InlinePool(lambda job: replace(compile_fine(job), bound=-slow(job.tile)))
+    compiled = compile_points(config, open_journal(config), pool, step)
+    gpu = SimulatedGpu(slow, seconds_with_transfer=lambda tile: 2.0 * slow(tile))
     budget = Budget(1e9, gpu.clock)
-    answers = measure_part(config, compiled, journal_of(config), step, trials_of=lambda point: gpu, budget=budget)
+    answers = measure_points(config, compiled, open_journal(config), step, make_trials=lambda point: gpu, budget=budget)
     assert not any(steps.values()), "a planned step was not reported"
-    table = read(next(folders[0].glob("nvidia-h200*.json")))
+    table = read_table(next(folders[0].glob("nvidia-h200*.json")))
     assert {entry.point for entry in table.entries} == {*config.points} == {answer.point for answer in answers}
     for stored in table.entries:
-        default = built_in(stored.point, 90)
+        default = tile_without_table(stored.point, 90)
         assert default is not None
-        assert slow(stored.tile) == min(map(slow, [default, *space(stored.point, 90)])) == stored.seconds
+        assert slow(stored.tile) == min(map(slow, [default, *tile_candidates(stored.point, 90)])) == stored.seconds
         assert stored.beside == 2 * stored.seconds and stored.baseline == slow(default)
         assert stored.clocks == {"sm_mhz": 1980.0, "throttled": ""}
     rows = [answer.as_row() for answer in answers]
     assert all(row["time"] <= row["default's time"] and row["beside"] == 2 * row["time"] for row in rows)
     most = min(answers, key=lambda answer: slow(answer.tile or answer.default) / slow(answer.default))
-    note = tune.notes_of(answers, None)[-1]
+    note = tune.tuning_notes(answers, None)[-1]
     assert f" of {len(rows)} points are faster than the default" in note and note.endswith(point_text(most.point))
-    monkeypatch.setattr(choice, "gpu_specs", lambda device: H200)
+    monkeypatch.setattr(launch_plan, "gpu_specs", lambda device: H200)
     q, v = torch.empty(1, 64, 2, 16), torch.empty(1, 64, 1, 16)
     config_now = default_config(q, v)
     tiles = {row.point.kernel: row.tile for row in table.entries if row.point.length == 64 and row.point.mask == "full"}
-    assert {*tiles} == {*TUNED} and all(getattr(config_now, kernel) == tiles[kernel] for kernel in KERNELS)
+    assert {*tiles} == {*TUNED_KERNELS} and all(getattr(config_now, kernel) == tiles[kernel] for kernel in KERNELS)
 
 
 @pytest.mark.parametrize(("budget", "measured"), [(0.0, 0), (100.0, 2)])
 def test_unmeasured_points_keep_their_estimates(
     budget: float, measured: int, folders: Folders, everything_compiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = StandIn(slow)
+    gpu = SimulatedGpu(slow)
     monkeypatch.setattr(tune, "DeviceTrials", lambda *args: gpu)
     monkeypatch.setattr(tune, "Budget", lambda seconds: Budget(budget if seconds < 1e10 else seconds, gpu.clock))
-    outcome = tune.tune(config_of(folders[0]), 1, no_progress)
-    table = read(next(folders[0].glob("nvidia*.json")))
-    assert len(table.entries) == len(outcome.rows) == len(TUNED)
+    outcome = tune.tune(config_of(folders[0]), 1, ignore_progress)
+    table = read_table(next(folders[0].glob("nvidia*.json")))
+    assert len(table.entries) == len(outcome.rows) == len(TUNED_KERNELS)
     assert sum(not entry.estimated for entry in table.entries) >= measured
     assert any(entry.estimated for entry in table.entries) and any("are incomplete" in note for note in outcome.notes)
 
 
 def test_a_kernel_without_a_valid_tile_fails_the_run(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = AtOnce(lambda job: CompileResult(("it spills",)) if job.kernel == "dq" else fine(job))
+    pool = InlinePool(lambda job: CompileResult(("it spills",)) if job.kernel == "dq" else compile_fine(job))
     monkeypatch.setattr(tune, "Pool", lambda work, workers: pool)
-    monkeypatch.setattr(tune, "DeviceTrials", lambda *args: StandIn(slow))
-    outcome = tune.tune(config_of(folders[0], kernels=("forward", "dq")), 1, no_progress)
+    monkeypatch.setattr(tune, "DeviceTrials", lambda *args: SimulatedGpu(slow))
+    outcome = tune.tune(config_of(folders[0], kernels=("forward", "dq")), 1, ignore_progress)
     assert [row["kernel"] for row in outcome.rows] == ["forward", "dq"]
     assert outcome.failed == ["dq fp32 D16/16 group 2 full 64: no candidate passes"]
 
 
 def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> None:
     config = config_of(folders[0], kernels=("forward",))
-    compiled = compile_part(config, journal_of(config), AtOnce(), no_progress)  # type: ignore[arg-type]
+    compiled = compile_points(config, open_journal(config), InlinePool(), ignore_progress)  # type: ignore[arg-type]
     broken = compiled[0].ranked.tiles[1]
 
-    class Breaks(StandIn):
-        def wrong(self, tile: Tile) -> str | None:
+    class Breaks(SimulatedGpu):
+        def find_error(self, tile: Tile) -> str | None:
             if tile == broken:
                 raise torch.AcceleratorError("an illegal memory access\nand more")
-            return super().wrong(tile)
+            return super().find_error(tile)
 
     def measured(gpu: GpuSpec) -> Any:
         how: dict[str, Any] = {"trials_of": lambda point: Breaks(slow), "budget": Budget(1e9, lambda: 0.0)}
-        return measure_part(replace(config, gpu=gpu), compiled, journal_of(config), no_progress, **how)
+        return measure_points(replace(config, gpu=gpu), compiled, open_journal(config), ignore_progress, **how)
 
     with pytest.raises(torch.AcceleratorError):
         measured(H200)
     (entry,) = measured(H200)
-    assert entry.measured.wrong == {broken: "AcceleratorError: an illegal memory access"}
+    assert entry.search_result.errors == {broken: "AcceleratorError: an illegal memory access"}
     with pytest.raises(torch.AcceleratorError):
         measured(assumed_gpu(90, "NVIDIA H100 80GB HBM3"))
 
 
-@pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED, ("full", "bounded", "full", "bounded", "full"), strict=True)])
+@pytest.mark.parametrize(
+    ("kernel", "mask"), [*zip(TUNED_KERNELS, ("full", "bounded", "full", "bounded", "full"), strict=True)]
+)
 def test_a_correct_tile_passes_and_is_timed(kernel: str, mask: str) -> None:
     # In fp16 the continued state has another dtype than the result.
-    point = Point(kernel, "fp16", 16, 16, 2, mask, 40)
-    trials = DeviceTrials(point, replace(SHAPE, dtype="fp16"), CPU, checked=70)
+    point = TuningPoint(kernel, "fp16", 16, 16, 2, mask, 40)
+    trials = DeviceTrials(point, replace(SHAPE, dtype="fp16"), CPU, check_tokens=70)
     tile = Tile(32, 16, 4, 1)
-    assert trials.wrong(tile) is None
+    assert trials.find_error(tile) is None
     reading = trials.run(tile)
-    assert reading.seconds > 0 and reading.throttled == () and reading.beside is None
+    assert reading.seconds > 0 and reading.throttled == () and reading.seconds_with_transfer is None
 
 
 def add_error(results: Any) -> Any:
@@ -339,8 +357,8 @@ def test_wrong_results_are_reported(
 ) -> None:
     real = getattr(compile_, name)
     monkeypatch.setattr(compile_, name, lambda *args, **how: wrong(real(*args, **how)))
-    trials = DeviceTrials(Point(kernel, "fp32", 16, 16, 2, "full", 40), SHAPE, CPU, checked=70)
-    assert re.match(message, str(trials.wrong(Tile(16, 16, 4, 1))))
+    trials = DeviceTrials(TuningPoint(kernel, "fp32", 16, 16, 2, "full", 40), SHAPE, CPU, check_tokens=70)
+    assert re.match(message, str(trials.find_error(Tile(16, 16, 4, 1))))
 
 
 def test_a_device_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,11 +367,11 @@ def test_a_device_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(DeviceTrials, "_results", breaks)
     with pytest.raises(torch.AcceleratorError):
-        DeviceTrials(Point("forward", "fp32", 16, 16, 2, "full", 40), SHAPE, CPU).wrong(Tile(16, 16, 4, 1))
+        DeviceTrials(TuningPoint("forward", "fp32", 16, 16, 2, "full", 40), SHAPE, CPU).find_error(Tile(16, 16, 4, 1))
 
 
 def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = Point("forward", "fp32", 16, 16, 2, "full", 40)
+    point = TuningPoint("forward", "fp32", 16, 16, 2, "full", 40)
     trials, sums_of_runs = DeviceTrials(point, SHAPE, CPU), []
     monkeypatch.setattr(
         compile_, "attention_forward", lambda q, k, v, **how: sums_of_runs.append([float(x.sum()) for x in (q, k, v)])
@@ -367,8 +385,8 @@ def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_journal_belongs_to_one_kernel_source(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(folders[0])
-    journal_of(config).put("a", {"n": 1})
-    assert journal_of(replace(config, shape=replace(SHAPE, heads=4))).get("a", dict)
-    assert not journal_of(replace(config, gpu=gpu_for_arch("sm_80"))).get("a", dict)
-    monkeypatch.setattr(tune, "digest", lambda: "other kernels")
-    assert not journal_of(config).get("a", dict)
+    open_journal(config).put("a", {"n": 1})
+    assert open_journal(replace(config, shape=replace(SHAPE, heads=4))).get("a", dict)
+    assert not open_journal(replace(config, gpu=gpu_for_arch("sm_80"))).get("a", dict)
+    monkeypatch.setattr(tune, "compile_digest", lambda: "other kernels")
+    assert not open_journal(config).get("a", dict)

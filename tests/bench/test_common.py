@@ -17,9 +17,9 @@ import torch
 from ringattn import reference
 from ringattn.bench.common import errors, timing
 from ringattn.bench.common import provenance as origin
-from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, packed
-from ringattn.bench.common.provenance import command, provenance
-from ringattn.bench.common.timing import Clock, Samples, interleaved, repeats_within
+from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, random_boundaries
+from ringattn.bench.common.provenance import provenance, typed_command
+from ringattn.bench.common.timing import Samples, StepTimer, repeats_within, time_in_turns
 
 from ..support.cuda.device import FakeCuda
 
@@ -31,17 +31,17 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_candidates_take_turns() -> None:
     order: list[str] = []
     steps = {name: partial(order.append, name) for name in "abc"}
-    timed = interleaved(steps, Clock(CPU), repeats=3, warmup=1, limits={"c": 1})
+    timed = time_in_turns(steps, StepTimer(CPU), repeats=3, warmup=1, limits={"c": 1})
     assert "".join(order) == "abc" + "abc" + "ab" + "ab"
     assert {name: len(samples.seconds) for name, samples in timed.items()} == {"a": 3, "b": 3, "c": 1}
 
 
 def test_time_of_a_step_is_that_of_the_slowest_rank() -> None:
-    class Slow(timing.Team):
-        def ready(self) -> None:
+    class Slow(timing.TimingTeam):
+        def wait_until_ready(self) -> None:
             order.append("ready")
 
-        def slowest(self, seconds: float) -> float:
+        def slowest_seconds(self, seconds: float) -> float:
             return seconds + 5
 
     def step() -> None:
@@ -49,7 +49,7 @@ def test_time_of_a_step_is_that_of_the_slowest_rank() -> None:
         time.sleep(0.02)
 
     order: list[str] = []
-    samples = interleaved({"sleep": step}, Clock(CPU, Slow()), repeats=3, warmup=0)["sleep"]
+    samples = time_in_turns({"sleep": step}, StepTimer(CPU, Slow()), repeats=3, warmup=0)["sleep"]
     assert 5.02 <= samples.median < 10 and order == ["ready", "step"] * 3
 
 
@@ -58,17 +58,17 @@ def test_samples() -> None:
     assert samples.median == 3.0 and samples.spread == pytest.approx(1 / 3)
     assert Samples((1.0,)).spread == 0.0
     counts = [repeats_within(1.0, one_round) for one_round in (0.1, 10.0, 0.0)]
-    assert counts == [10, timing.LEAST, timing.MOST]
+    assert counts == [10, timing.MIN_SAMPLES, timing.MAX_SAMPLES]
 
 
 def test_what_the_clocks_of_a_gpu_enqueue(monkeypatch: pytest.MonkeyPatch) -> None:
     # The events and graph clocks keep the device busy while the host enqueues. All clocks flush the cache first.
     cuda = FakeCuda(monkeypatch)
     flushed: Any = SimpleNamespace(zero_=lambda: cuda.calls.append("flush"))
-    clocks = {name: Clock(GPU, timer=name, _flush=flushed) for name in ("", "graph", "clock")}
-    assert clocks[""].timer == "events" and Clock(CPU).timer == "clock"
-    with clocks["graph"].stage():
-        step = clocks["graph"].prepared(lambda: cuda.calls.append("step"))
+    clocks = {name: StepTimer(GPU, timer=name, _flush=flushed) for name in ("", "graph", "clock")}
+    assert clocks[""].timer == "events" and StepTimer(CPU).timer == "clock"
+    with clocks["graph"].capture_stream():
+        step = clocks["graph"].prepare_step(lambda: cuda.calls.append("step"))
     assert cuda.calls == ["stream of priority 0", "step", "synchronize", "capture", "step"]
     for name, run, calls in (
         ("", lambda: cuda.calls.append("step"), ["synchronize", "sleep", "flush", "step"]),
@@ -80,18 +80,18 @@ def test_what_the_clocks_of_a_gpu_enqueue(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_packed_documents_depend_on_the_seed() -> None:
-    ends = packed(4096, 64, seed=1)
-    assert ends == packed(4096, 64, seed=1) != packed(4096, 64, seed=2)
+    ends = random_boundaries(4096, 64, seed=1)
+    assert ends == random_boundaries(4096, 64, seed=1) != random_boundaries(4096, 64, seed=2)
     assert ends[0] == 0 and ends[-1] == 4096 and ends == sorted({*ends}) and 32 < len(ends) < 128
     with pytest.raises(ValueError, match=r"documents is 0: .* at least 1"):
-        packed(64, 0, seed=0)
+        random_boundaries(64, 0, seed=0)
 
 
 def test_inputs_and_their_flops() -> None:
     config = AttentionConfig(12, 2, heads=4, kv_heads=2, head_dim=6, head_dim_v=3, seed=3)
     assert [x.shape for x in config.tensors()] == [(1, 12, 4, 6), (1, 12, 2, 6), (1, 12, 2, 3), (1, 12, 4, 3)]
     assert all(torch.equal(a, b) for a, b in zip(config.tensors(), config.tensors(), strict=True))
-    inputs = [config.drawn(rank, CPU) for rank in (0, 1, 1)]
+    inputs = [config.random_shard(rank, CPU) for rank in (0, 1, 1)]
     assert [x.shape[1] for x in inputs[0]] == [6] * 4 and not any(map(torch.equal, inputs[0], inputs[1]))
     assert all(map(torch.equal, inputs[1], inputs[2]))
     assert config.flops == 2 * (12 * 13 // 2) * (6 + 3) * 4 and config.flash_flops == 2 * (12 * 12 // 2) * (6 + 3) * 4
@@ -106,16 +106,16 @@ def test_exact_results_match_the_reference(options: Any, monkeypatch: pytest.Mon
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     results = reference.attention(*leaves, **options)
     grads = torch.autograd.grad(results, leaves, (dout.double(), dlse.double()))
-    whole = dict(zip(errors.WITH_LSE, [*results, *grads], strict=True))
-    judge = errors.judge_of(errors.Inputs(q, k, v, dout, dlse), options, (1,))
+    whole = dict(zip(errors.RESULTS_WITH_LSE, [*results, *grads], strict=True))
+    judge = errors.build_judge(errors.AttentionInputs(q, k, v, dout, dlse), options, (1,))
     assert judge.heads == (2, 3) and max(judge.errors(whole).values()) < 1e-12
     whole["dk"] = whole["dk"] + 1e-3
-    assert judge.errors(whole)["dk"] == pytest.approx(1e-3) and judge.wrong(judge.errors(whole)) == ["dk"]
-    assert judge.wrong({"dv": math.nan, "dq": 0.0}) == ["dv"]
-    eps, usual = torch.finfo(torch.float32).eps, judge.usual
+    assert judge.errors(whole)["dk"] == pytest.approx(1e-3) and judge.failing_results(judge.errors(whole)) == ["dk"]
+    assert judge.failing_results({"dv": math.nan, "dq": 0.0}) == ["dv"]
+    eps, usual = torch.finfo(torch.float32).eps, judge.pytorch_errors
     assert 0 < max(usual.values()) < 1e-5
-    assert [errors.chosen_heads(1, 8, 4, n, n) for n in (64, 1 << 14)] == [(0, 1, 2, 3), (0, 3)]
-    sizes = {name: judge.exact[name].abs().max().item() for name in errors.WITH_LSE}
+    assert [errors.judged_heads(1, 8, 4, n, n) for n in (64, 1 << 14)] == [(0, 1, 2, 3), (0, 3)]
+    sizes = {name: judge.exact[name].abs().max().item() for name in errors.RESULTS_WITH_LSE}
     assert judge.limits == {name: pytest.approx(2 * usual[name] + eps * size) for name, size in sizes.items()}
 
 
@@ -127,8 +127,8 @@ def test_limits_are_finite_if_rows_see_no_key(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     config = AttentionConfig(64, 1, 2, heads=4, kv_heads=2, head_dim=16, causal=False, seqused_k=(0, 33))
-    (q, k, v, dout), options = config.tensors(), config.options(CPU)
-    assert max(errors.judge_of(errors.Inputs(q, k, v, dout), options).usual.values()) < 1e-5
+    (q, k, v, dout), options = config.tensors(), config.reference_masks(CPU)
+    assert max(errors.build_judge(errors.AttentionInputs(q, k, v, dout), options).pytorch_errors.values()) < 1e-5
 
 
 def test_provenance_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,16 +141,16 @@ def test_provenance_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stated["ringattn"]["sources"]) == 12
     assert "/some" not in json.dumps(stated)
     monkeypatch.setattr("sys.argv", ["/some/ringattn/__main__.py", "demo"])
-    assert command() == "python -m ringattn demo"
+    assert typed_command() == "python -m ringattn demo"
 
 
 def test_provenance_changes_with_sources_and_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(origin, "ROOT", tmp_path)
-    digests = [origin.sources()]
+    digests = [origin.source_digest()]
     for folder in ("kernels", "comm", "autotune", "ring", "reference", "bench", ".git"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "code.py").touch()
-        digests.append(origin.sources())
+        digests.append(origin.source_digest())
     assert len({*digests}) == 7 and digests[-1] == digests[-2]
     for status in ("", " M code.py"):
         answers = {"rev-parse": "abc\n", "status": status}
@@ -180,8 +180,8 @@ def test_progress_into_a_pipe_prints_few_lines(monkeypatch: pytest.MonkeyPatch, 
 def test_a_stopwatch_sums_its_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 5.0, 7.0])
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    watch = timing.Stopwatch(CPU)
+    watch = timing.DeviceStopwatch(CPU)
     for _ in range(2):
-        with watch.stretch():
+        with watch.count_block():
             pass
-    assert (watch.take(), watch.take()) == (3.0, 0.0)
+    assert (watch.lap_seconds(), watch.lap_seconds()) == (3.0, 0.0)

@@ -20,17 +20,24 @@ from typer.testing import CliRunner
 
 from ringattn import ring_attention
 from ringattn.bench.common import launching, ranks
-from ringattn.bench.common.memory import PeakMemory, freed_at_once
+from ringattn.bench.common.memory import PeakMemory, return_freed_memory
 from ringattn.bench.common.memory_table import trained_bytes
-from ringattn.bench.common.result import Result, read
+from ringattn.bench.common.result import Result, read_result
 from ringattn.bench.demo import command, compare
-from ringattn.bench.demo.compare import Recorder, Runs, Trained, agreement, comparison_row, prepare_whole
+from ringattn.bench.demo.compare import (
+    ComparedRuns,
+    TrainingRecorder,
+    TrainingRun,
+    agreement_result,
+    comparison_row,
+    prepare_whole,
+)
 from ringattn.examples import train
 from ringattn.examples.model import rotate, rotation
-from ringattn.examples.train import Job, JobError, Part, Run, Training, read_text, train_virtual_ranks
+from ringattn.examples.train import Job, JobError, RankSetup, Run, Training, read_text, train_virtual_ranks
 
-from ..support.forked import results
 from ..support.nightly import rest_nightly
+from ..support.rank_processes import group_results
 
 # 203 is not divisible by any tested world
 TINY = Job(seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2)
@@ -61,7 +68,7 @@ def compared_virtually(job: Job, world: int) -> Result:
     """Return the demo's result with all ranks as threads."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compare, "train_sharded", compare.train_virtually)
-        result = compare.compare(job, read_text(), world)
+        result = compare.compare_training(job, read_text(), world)
     assert result is not None and f"({world} virtual ranks" in "".join(result.notes)
     return result
 
@@ -95,7 +102,7 @@ def test_exit_code_of_a_broken_ring(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(job: Job, text: bytes, device: torch.device, part: Part) -> Training:
+    def made(job: Job, text: bytes, device: torch.device, part: RankSetup) -> Training:
         return Training(job, bytes([part.rank]) * 300, device, part)
 
     monkeypatch.setattr(train, "Training", made)
@@ -112,7 +119,7 @@ def test_processes_of_this_machine(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nAGREE: " in done.stdout
-    result = read(target)
+    result = read_result(target)
     losses = [row["sharded"] for row in result.rows if row["name"] == "loss"]
     assert len(losses) == TINY.steps and losses == sorted(losses, reverse=True)
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -124,7 +131,7 @@ def test_a_failing_rank_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
     def launch(*_: object) -> bool:
         raise ChildProcessError("rank 1: killed by SIGKILL")
 
-    monkeypatch.setattr(launching, "launch", launch)
+    monkeypatch.setattr(launching, "launch_processes", launch)
     code, output = invoke(*FLAGS)
     assert code == 1 and "a rank failed: rank 1: killed by SIGKILL" in output
 
@@ -132,7 +139,7 @@ def test_a_failing_rank_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("layers", "dims"), rest_nightly([(3, (4, 2, 32)), (1, (4, 4, 64))], (3, (4, 2, 32))))
 def test_counted_memory_matches_the_measured_peak(layers: int, dims: tuple[int, int, int], tmp_path: Path) -> None:
     # float64 takes the most memory. Temporaries of PyTorch's operators are not counted, hence the wide limits.
-    ((peak, counted),) = results(1, partial(peak_and_count, layers=layers, dims=dims, folder=tmp_path))
+    ((peak, counted),) = group_results(1, partial(peak_and_count, layers=layers, dims=dims, folder=tmp_path))
     assert 0.75 * counted < peak < 1.5 * counted
 
 
@@ -144,9 +151,9 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
     heads, kv_heads, head_dim = dims
     job = Job(2048, 1, layers, heads, kv_heads, head_dim)
     training, _ = prepare_whole(job, read_text(), torch.device("cpu"))
-    Recorder(str(folder)).before(training, rank)
+    TrainingRecorder(str(folder)).before(training, rank)
     compare.train_exactly(job, read_text(), str(folder))
-    with freed_at_once(torch.device("cpu")):
+    with return_freed_memory(torch.device("cpu")):
         peak = PeakMemory(torch.device("cpu"))
         compare.train_exactly(job, read_text(), str(folder))
         return peak.bytes, trained_bytes(job.seqlen, layers, heads * head_dim, kv_heads * head_dim, 8)
@@ -174,11 +181,11 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="--data is 3 and there are 4 ranks"):
         command.resolve_ranks(4, 3, None)
     with pytest.raises(ValueError, match="rank 5 has no GPU: 8 ranks and 4 GPUs"):
-        command.resolve_ranks(None, 1, ranks.Member(rank=5, world=8, local_rank=5, local_world=8))
+        command.resolve_ranks(None, 1, ranks.LaunchedRank(rank=5, world=8, local_rank=5, local_world=8))
 
 
 def test_batches_continue_through_the_text_and_wrap_around() -> None:
-    part = Part(0, slice(1, 2), torch.tensor([0, 2]), compare.pytorch_attention, lambda x: x[None])
+    part = RankSetup(0, slice(1, 2), torch.tensor([0, 2]), compare.pytorch_attention, lambda x: x[None])
     training = Training(replace(TINY, seqlen=3, batch=2), b"abcdefg", torch.device("cpu"), part)
     assert training.optimizer.defaults["betas"] == (0.9, 0.95)
     batches = [b"".join(bytes(x.flatten().tolist()) for x in training._batch(step)) for step in range(3)]
@@ -206,11 +213,11 @@ def test_a_comparison_fails_on_nan() -> None:
 
 
 def test_a_difference_in_a_late_step_fails() -> None:
-    def run(*gradients: float) -> Trained:
+    def run(*gradients: float) -> TrainingRun:
         steps = {step: {"w": torch.tensor([value])} for step, value in zip((0, 2), gradients, strict=True)}
         same = dict.fromkeys(range(3), 1.0)
-        return Trained(Run({**same}, [1.0]), steps, [1], logits=same)
+        return TrainingRun(Run({**same}, [1.0]), steps, [1], logits=same)
 
     exact, whole, ring = run(1.0, 1.0), run(1.001, 1.001), run(1.001, 1.01)
     exact.run.losses.pop(1)
-    assert [line[:11] for line in agreement(TINY, Runs(ring, whole, exact)).failed] == ["w at step 3"]
+    assert [line[:11] for line in agreement_result(TINY, ComparedRuns(ring, whole, exact)).failed] == ["w at step 3"]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ringattn.bench.common import memory
-from ringattn.bench.common.cases import NotHere, Number, distance, result_of
-from ringattn.bench.common.result import read
+from ringattn.bench.common.cases import CaseUnavailableError, MeasuredNumber, case_result, relative_distance
+from ringattn.bench.common.result import read_result
 from ringattn.bench.suite import device_cases
 from ringattn.kernels import dequantize, quantize
 
@@ -22,51 +22,56 @@ CPU = torch.device("cpu")
 
 def test_distance() -> None:
     a = torch.tensor([3.0, 4.0])
-    assert distance([a, a], [a, a * 2]) == pytest.approx(0.5)
-    assert math.isnan(distance([a * torch.nan], [a]))
+    assert relative_distance([a, a], [a, a * 2]) == pytest.approx(0.5)
+    assert math.isnan(relative_distance([a * torch.nan], [a]))
 
 
 @pytest.mark.parametrize(("value", "fails"), [(1, False), (2, True), (math.nan, True), (None, True)])
 def test_numbers_fail_above_their_limit(value: float | None, fails: bool) -> None:
-    limited, free = Number("x", value, "s", {"by": "me"}, limit=1), Number("rate", 9.0, "GB/s", {"D": 64})
-    result = result_of("a", [limited, free], {})
+    limited, free = (
+        MeasuredNumber("x", value, "s", {"by": "me"}, limit=1),
+        MeasuredNumber("rate", 9.0, "GB/s", {"D": 64}),
+    )
+    result = case_result("a", [limited, free], {})
     assert result.failed == [f"x (by me) is {value}, at most 1 allowed"] * fails
     assert result.notes == ["rate: 9 GB/s"] and list(result.units)[:5] == ["number", "value", "unit", "by", "D"]
     assert result.rows[1]["D"] == 64 and "D" not in result.rows[0]
-    judged = [Number("bar", 1.0, "times", {"verdict": verdict}) for verdict in ("reached", "missed", "reached")]
-    assert result_of("a", judged, {}).notes == ["2 reached, 1 missed"]
+    judged = [MeasuredNumber("bar", 1.0, "times", {"verdict": verdict}) for verdict in ("reached", "missed", "reached")]
+    assert case_result("a", judged, {}).notes == ["2 reached, 1 missed"]
 
 
 def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.json"
 
     def case(device: torch.device, *, missing: bool, worst: float = 0.0) -> Any:
-        yield Number("error", worst, "", limit=1.0)
-        assert read(file).rows[0]["value"] == worst  # the file is complete even if the case is killed later
+        yield MeasuredNumber("error", worst, "", limit=1.0)
+        assert read_result(file).rows[0]["value"] == worst  # the file is complete even if the case is killed later
         if missing:
-            raise NotHere("no such library")
-        yield Number("rate", 5.0, "GB/s")
+            raise CaseUnavailableError("no such library")
+        yield MeasuredNumber("rate", 5.0, "GB/s")
 
     assert device_cases.main("x", partial(case, missing=False), CPU, str(file)) == 0
-    assert [row["number"] for row in read(file).rows] == ["error", "rate"] and read(file).case == "bench suite: x"
+    assert [row["number"] for row in read_result(file).rows] == ["error", "rate"] and read_result(
+        file
+    ).case == "bench suite: x"
     assert device_cases.main("x", partial(case, missing=False, worst=2.0), CPU, str(file)) == 1
     assert device_cases.main("x", partial(case, missing=True), CPU, str(file)) == 69
     assert capsys.readouterr().out.endswith("no such library\n")
 
 
 def test_first_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = list(device_cases.launches(CPU, dtype="float32", seqlen=40, head_dim=16))
+    rows = list(device_cases.launch_case(CPU, dtype="float32", seqlen=40, head_dim=16))
     assert [number.name for number in rows if number.limit] == ["difference from float64"] * 2
     assert not any(number.fails for number in rows)
-    _, copy = device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096)
+    _, copy = device_cases.ceilings_case(CPU, side=64, dtype="float32", nbytes=4096)
     assert (copy.unit, copy.labels["bytes"]) == ("GB/s", 4096)
     monkeypatch.setattr(memory, "free_memory", lambda device: 8000)
-    product, copy = device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096)
+    product, copy = device_cases.ceilings_case(CPU, side=64, dtype="float32", nbytes=4096)
     assert (product.unit, copy.labels["bytes"]) == ("TFLOP/s", 2000)  # a read and a write of a quarter of free memory
 
 
 def test_virtual_ranks_against_one() -> None:
-    run = device_cases.local_world(CPU, world=2, tokens=64, heads=2, head_dim=16, dtype="float32", repeats=2)
+    run = device_cases.local_world_case(CPU, world=2, tokens=64, heads=2, head_dim=16, dtype="float32", repeats=2)
     first, *times = run
     assert first.name == "difference from one rank" and not first.fails
     for ring, alone, ratio in (times[:3], times[3:]):
@@ -77,7 +82,7 @@ def test_virtual_ranks_against_one() -> None:
 def wrong() -> dict[str, float]:
     """Return the sum of each number over all dtypes and shapes."""
     counts = {"wrong codes": 0.0, "wrong scales": 0.0, "wrong numbers": 0.0}
-    for number in device_cases.fp8(CPU, dtypes=("float32", "float16"), shapes=((1, 130, 2, 8), (2, 20, 1, 40))):
+    for number in device_cases.fp8_case(CPU, dtypes=("float32", "float16"), shapes=((1, 130, 2, 8), (2, 20, 1, 40))):
         assert number.limit == 0 and number.value is not None
         counts[number.name] += number.value
     return counts

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common import flags
-from ringattn.bench.common.cases import Number, result_of
+from ringattn.bench.common.cases import MeasuredNumber, case_result
 from ringattn.bench.common.output import write_json
-from ringattn.bench.common.result import read
+from ringattn.bench.common.result import read_result
 from ringattn.bench.timeline import drawing
-from ringattn.kernels.files import read_object
+from ringattn.kernels.json_files import read_object
 
 from ..support import report_cases
 from ..support.nightly import rest_nightly
@@ -75,8 +75,8 @@ def test_failed_charts_are_left_out_of_the_page(tmp_path: Path, monkeypatch: pyt
     def fails(shown: Any) -> Any:
         raise KeyError("\x1b[2J")
 
-    monkeypatch.setattr(drawing, "draw", fails)
-    folder = report_cases.write(tmp_path / "run", **report_cases.everything())
+    monkeypatch.setattr(drawing, "draw_timeline_figure", fails)
+    folder = report_cases.write(tmp_path / "run", **report_cases.all_result_files())
     result = run("report", folder)
     page = (folder / "report.html").read_text()
     assert result.exit_code == 0 and SOUND in page and "\x1b" not in result.output
@@ -86,7 +86,7 @@ def test_failed_charts_are_left_out_of_the_page(tmp_path: Path, monkeypatch: pyt
 
 
 VALUES: tuple[Any, ...] = (None, True, -1, 1.5, 10**299, 1e-320, "", "1e9", "$\\frac{", "\x1b[2J", [], {}, [None])
-FILES = report_cases.everything()
+FILES = report_cases.all_result_files()
 PREDICT_FLAGS = {"kernels": "--kernels", "links": "--link"}
 """Files that `predict` reads, and the flag for each."""
 
@@ -155,7 +155,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("flag", FOLDERS)
 def test_bad_folder_is_named(flag: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for work in ("bench.suite.processes.run", "autotune.tune.tune", "tools.export.kernels.export"):
+    for work in ("bench.suite.part_processes.run_parts", "autotune.tune.tune", "tools.export.kernels.export"):
         monkeypatch.setattr(f"ringattn.{work}", lambda *_, **__: pytest.fail("it started"))
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/no"), Path("/proc")):
@@ -190,7 +190,7 @@ def test_written_files_read_back(tmp_path: Path) -> None:
     (target := tmp_path / "a.json").write_text("x" * 1000)
     write_json(target, {"a": (1.5, float("nan"), {"b": -float("inf")})})
     assert json.loads(target.read_text()) == read_object(target) == {"a": [1.5, None, {"b": None}]}
-    number = Number("error", float("inf"), "", {}, limit=1.0, spread=float("nan"))
-    write_json(target, result_of("a", [number], {}).as_json())
-    result = read(target)
+    number = MeasuredNumber("error", float("inf"), "", {}, limit=1.0, spread=float("nan"))
+    write_json(target, case_result("a", [number], {}).as_json())
+    result = read_result(target)
     assert result.rows[0]["value"] is None and result.failed == ["error () is inf, at most 1 allowed"]

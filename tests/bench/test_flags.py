@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ringattn.bench.common import attention, flags
-from ringattn.bench.common.flags import binary, human, size
+from ringattn.bench.common.flags import human_count, parse_size_text, size_text
 from ringattn.kernels import checks
 from ringattn.ring.schedule import schedule
-from ringattn.ring.wire import grad_wire_of, wire_of
+from ringattn.ring.wire import resolve_grad_wire, resolve_wire
 
 
 @given(st.integers(0, 2**40))
 def test_size_reads_what_binary_prints(count: int) -> None:
-    assert size(binary(count)) == count
+    assert parse_size_text(size_text(count)) == count
 
 
 @pytest.mark.parametrize(
@@ -28,40 +28,40 @@ def test_size_reads_what_binary_prints(count: int) -> None:
      (9_996, "", "10.0 k"), (99_960, "", "100 k"), (5e21, "", "5000 E")],
 )  # fmt: skip
 def test_human(count: float, unit: str, expected: str) -> None:
-    assert human(count, unit) == expected
+    assert human_count(count, unit) == expected
 
 
 def test_parsers() -> None:
     assert flags.sizes("8k, 2K ,5,1m,2g") == [8192, 2048, 5, 2**20, 2**31] and flags.counts("1,2") == [1, 2]
-    assert flags.window("4k,-1") == (4096, -1) and flags.head_dims("1,256") == [1, 256]
+    assert flags.parse_window("4k,-1") == (4096, -1) and flags.head_dims("1,256") == [1, 256]
     assert flags.dtype_names("bf16, float32") == ["bfloat16", "float32"] and flags.wire_dtype("bf16") == "bfloat16"
-    assert flags.pattern("bigbird,block=8,window=2,global=1,random=3,seed=5").parameters["seed"] == 5
+    assert flags.parse_pattern("bigbird,block=8,window=2,global=1,random=3,seed=5").parameters["seed"] == 5
 
 
 @pytest.mark.parametrize(("check", "arguments", "message"), [
-    *((size, (text,), "a whole number below 10^18") for text in ("", "-1", "1.5k", "9" * 19)),
+    *((parse_size_text, (text,), "a whole number below 10^18") for text in ("", "-1", "1.5k", "9" * 19)),
     (flags.counts, ("2,0",), "'0': it must be a whole number from 1"),
     (flags.head_dims, ("64,257",), "'257': it must be a whole number from 1 to 256"),
-    (flags.window, ("3",), "'3' is not a window"),
+    (flags.parse_window, ("3",), "'3' is not a window"),
     (flags.dtype_name, ("int8",), "'int8': it must be one of fp32, bf16, fp16, float16"),
     (flags.grad_wire_dtype, ("float8_e4m3fn",), "one of fp32, bf16, float32, bfloat16"),
-    (flags.pattern, ("spiral,block=3",), "'spiral' is not a pattern"),
-    (flags.pattern, ("strided,block=3",), "takes strided,block=SIZE,stride=SIZE"),
-    (flags.pattern, ("strided,block=3,stride=4,seed=2",), "'strided,block=3,stride=4,seed=2'"),
-    (flags.kv_heads_of, (4, 3), "--kv-heads is 3 and --heads is 4"),
+    (flags.parse_pattern, ("spiral,block=3",), "'spiral' is not a pattern"),
+    (flags.parse_pattern, ("strided,block=3",), "takes strided,block=SIZE,stride=SIZE"),
+    (flags.parse_pattern, ("strided,block=3,stride=4,seed=2",), "'strided,block=3,stride=4,seed=2'"),
+    (flags.resolve_kv_heads, (4, 3), "--kv-heads is 3 and --heads is 4"),
     (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: it must be 1 to 8"),
     (flags.check_chunks, ([0], 8), "--chunks is 0: it must be 1 to 8"),
-    (flags.check_transport, ("magic", "cpu", 2), "--transport is 'magic': it takes auto, local"),
-    (flags.check_transport, ("nccl", "cpu", 2), "--transport is nccl, for cuda, and the device is cpu"),
+    (flags.check_transport_flag, ("magic", "cpu", 2), "--transport is 'magic': it takes auto, local"),
+    (flags.check_transport_flag, ("nccl", "cpu", 2), "--transport is nccl, for cuda, and the device is cpu"),
     (
-        flags.check_transport,
+        flags.check_transport_flag,
         ("local", "cpu", 2),
         "--transport is local, which works within one process, and --world is 2",
     ),
-    (flags.device_name, ("tpu",), "--device is 'tpu': it takes cpu or cuda"),
-    (flags.timer_on, ("cpu", "events"), "--timer is 'events': on cpu it must be one of clock"),
-    (flags.timer_on, ("cuda", "sundial"), "on cuda it must be one of events, graph, clock"),
-    (flags.timer_of_rings, ("cuda", "graph"), "on cuda it must be one of events, clock"),
+    (flags.parse_device_kind, ("tpu",), "--device is 'tpu': it takes cpu or cuda"),
+    (flags.resolve_timer, ("cpu", "events"), "--timer is 'events': on cpu it must be one of clock"),
+    (flags.resolve_timer, ("cuda", "sundial"), "on cuda it must be one of events, graph, clock"),
+    (flags.resolve_ring_timer, ("cuda", "graph"), "on cuda it must be one of events, clock"),
 ])  # fmt: skip
 def test_refusals(check: Callable[..., object], arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(typer.BadParameter) as refused:
@@ -70,9 +70,9 @@ def test_refusals(check: Callable[..., object], arguments: tuple[object, ...], m
 
 
 def test_defaults() -> None:
-    assert flags.kv_heads_of(8, None) == 8 and flags.kv_heads_of(8, 2) == 2
-    assert [flags.timer_of_rings(kind, "") for kind in ("cpu", "cuda")] == ["clock", "events"]
-    flags.check_transport("process_group", "cpu", 2)
+    assert flags.resolve_kv_heads(8, None) == 8 and flags.resolve_kv_heads(8, 2) == 2
+    assert [flags.resolve_ring_timer(kind, "") for kind in ("cpu", "cuda")] == ["clock", "events"]
+    flags.check_transport_flag("process_group", "cpu", 2)
 
 
 def test_constants_of_flags_match_the_code() -> None:
@@ -81,8 +81,8 @@ def test_constants_of_flags_match_the_code() -> None:
     assert {*attention.DTYPES.values()} == {*checks.DTYPES}
     assert {name: dtype.itemsize for name, dtype in attention.DTYPES.items()} == flags.DTYPE_BYTES
     float32 = attention.DTYPES["float32"]
-    assert all(wire_of(name, float32) is not None for name in flags.WIRE_DTYPES)
-    assert grad_wire_of("bfloat16") is not None and grad_wire_of("float32") is None
+    assert all(resolve_wire(name, float32) is not None for name in flags.WIRE_DTYPES)
+    assert resolve_grad_wire("bfloat16") is not None and resolve_grad_wire("float32") is None
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -106,7 +106,7 @@ def test_flags_that_do_not_apply_are_refused(words: list[str], message: str) -> 
     ) -> None:
         flags.check_mode(context, "in this mode", ("a", "b", "d"))
         flags.check_needs(context, {"b": "a"})
-        flags.check_apart(context, "a", "d")
+        flags.check_exclusive(context, "a", "d")
 
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
     assert result.exit_code == (2 if message else 0) and message in result.output, result.output

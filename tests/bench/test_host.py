@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.result import read
-from ringattn.bench.common.timing import Clock
-from ringattn.bench.host import command, hop
-from ringattn.bench.host.hop import HOPS
-from ringattn.bench.overlap.runs import BACKWARD, FORWARD, PHASES, TOGETHER
+from ringattn.bench.common.result import read_result
+from ringattn.bench.common.timing import StepTimer
+from ringattn.bench.host import command, hop_posting
+from ringattn.bench.host.hop_posting import HOPS
+from ringattn.bench.overlap.measure import BACKWARD, FORWARD, PHASES, TOGETHER
 from ringattn.comm.transports.nccl import NcclTransport
 from ringattn.kernels.device.forward import forward_kernel
 
@@ -40,7 +40,7 @@ def test_host_time_on_a_cpu_is_a_lower_bound(tmp_path: Path) -> None:
     words = "bench host --tokens 256 --heads 4 --head-dim 16 --chunks 2 --device cpu"
     result = CliRunner().invoke(cli.app, [*words.split(), "--json", str(target)])
     assert result.exit_code == 0, result.output
-    report = read(target)
+    report = read_result(target)
     assert [row["phase"] for row in report.rows] == [*PHASES] and report.notes[-1] == command.LOWER_BOUND
     assert all(0 < row["host"] < 1e5 and "compute" not in row for row in report.rows)
     assert before == (torch.cuda.Event, torch.cuda.Stream, torch.cat)
@@ -55,16 +55,16 @@ def test_host_time_on_a_cpu_is_a_lower_bound(tmp_path: Path) -> None:
 def test_verdict_on_the_host(device: str, timer: str, host: float, note: str, failed: list[str]) -> None:
     # With the clock timer, host time is part of the compute time.
     rows = [{"phase": FORWARD, "host": host, "compute": 100.0}]
-    assert command.verdict(rows, device, timer) == (note, failed)
+    assert command.host_verdict(rows, device, timer) == (note, failed)
 
 
 def test_columns_are_per_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([8e-3, 6e-3] * len(PHASES))  # seconds per pass with and without launches
-    monkeypatch.setattr(hop, "posting", lambda step, device: next(seconds))
-    monkeypatch.setattr(hop, "calls_of", lambda step: 2 * HOPS)
+    monkeypatch.setattr(hop_posting, "posting_seconds", lambda step, device: next(seconds))
+    monkeypatch.setattr(hop_posting, "count_python_calls", lambda step: 2 * HOPS)
     columns = {"host": pytest.approx(8e3 / HOPS), "of it Triton": pytest.approx(2e3 / HOPS), "Python calls": 2}
     shard: Any = SimpleNamespace(run=print)
-    assert hop.rows_of(shard, Clock(CPU)) == [{"phase": phase} | columns for phase in PHASES]
+    assert hop_posting.host_rows(shard, StepTimer(CPU)) == [{"phase": phase} | columns for phase in PHASES]
 
 
 def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,23 +81,25 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
     def run(kernel: Any, *args: object, **named: object) -> None:
         launches.append(kernel.__name__)
 
-    # Not monkeypatch: undone after the block, monkeypatch would restore the stub of `no_device` for good.
-    with hop.ring_of_one(CPU) as ring, patch.object(type(forward_kernel), "run", run):
-        shard = hop.shard_of(problem(32, 2, 16), ring, CPU)  # runs a forward
+    # Not monkeypatch: undone after the block, monkeypatch would restore the stub of `stub_device` for good.
+    with hop_posting.ring_of_one(CPU) as ring, patch.object(type(forward_kernel), "run", run):
+        shard = hop_posting.rank_passes(problem(32, 2, 16), ring, CPU)  # runs a forward
         assert posts == [(2, 2)] * (HOPS - 1) and launches == ["forward_kernel"] * HOPS
         posts.clear()
         launches.clear()
         shard.run(BACKWARD, TOGETHER)
-        assert ring._watch is not None and str(ring._watch._posts.last) == "backward hop 7: dK/dV, chunk 0"
+        assert ring._watch is not None and str(ring._watch._posts.last_label) == "backward hop 7: dK/dV, chunk 0"
     assert len(posts) == 2 * (HOPS - 1) and set(posts) == {(2, 2)}
     assert sorted(launches) == ["delta_kernel", *["dkdv_kernel"] * HOPS, *["dq_kernel"] * HOPS]
 
 
 def test_python_calls_of_a_hop() -> None:
-    # `calls_of` counts Python functions of this package and of the standard library. The count is deterministic.
-    with hop.ring_of_one(CPU) as ring:
-        shard = hop.shard_of(problem(256, 4, 64), ring, CPU)
-        calls = [hop.calls_of(lambda phase=phase: shard.run(phase, TOGETHER)) / HOPS for phase in PHASES]  # type: ignore[misc]
+    # `count_python_calls` counts Python functions of this package and of the standard library. The count is deterministic.
+    with hop_posting.ring_of_one(CPU) as ring:
+        shard = hop_posting.rank_passes(problem(256, 4, 64), ring, CPU)
+        calls = [
+            hop_posting.count_python_calls(lambda phase=phase: shard.run(phase, TOGETHER)) / HOPS for phase in PHASES
+        ]  # type: ignore[misc]
     assert calls[0] <= 110 and calls[1] <= 260
 
 
@@ -106,11 +108,11 @@ def test_kernels_compile_normally_after_the_bench() -> None:
     code = """
 import torch, triton
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.host import hop
+from ringattn.bench.host import hop_posting
 from ringattn.kernels.device.forward import forward_kernel
-with hop.ring_of_one(torch.device("cpu")) as ring:
+with hop_posting.ring_of_one(torch.device("cpu")) as ring:
     sizes = {"heads": 2, "kv_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
-    hop.shard_of(AttentionConfig(256, 8, causal=False, layout="contiguous", **sizes), ring, torch.device("cpu"))
+    hop_posting.rank_passes(AttentionConfig(256, 8, causal=False, layout="contiguous", **sizes), ring, torch.device("cpu"))
 assert forward_kernel.device_caches and forward_kernel.compile is triton.compiler.compile
 """
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

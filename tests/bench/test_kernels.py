@@ -15,14 +15,22 @@ from typer.testing import CliRunner
 from ringattn import reference
 from ringattn.bench import cli
 from ringattn.bench.common import errors, memory_table, timing
-from ringattn.bench.common.attention import AttentionConfig, mask_title
-from ringattn.bench.common.cases import NotHere, Number
-from ringattn.bench.common.flags import Pattern
-from ringattn.bench.common.result import read
-from ringattn.bench.common.timing import Clock, Samples
-from ringattn.bench.kernels import accuracy, command, contender, speed
-from ringattn.bench.kernels.contender import FORWARD, OURS, Cannot, Contender, Given, Ready
-from ringattn.reference.masks import by_batch
+from ringattn.bench.common.attention import AttentionConfig, mask_label
+from ringattn.bench.common.cases import CaseUnavailableError, MeasuredNumber
+from ringattn.bench.common.flags import PatternFlag
+from ringattn.bench.common.result import read_result
+from ringattn.bench.common.timing import Samples, StepTimer
+from ringattn.bench.kernels import accuracy, command, speed
+from ringattn.bench.kernels import contenders as contender
+from ringattn.bench.kernels.contenders import (
+    FORWARD,
+    OURS,
+    Contender,
+    ContenderInputs,
+    PreparedContender,
+    UnsupportedContenderError,
+)
+from ringattn.reference.masks import add_head_dim
 
 from ..support.cuda.device import FakeCuda
 
@@ -32,14 +40,14 @@ CPU = torch.device("cpu")
 NOT_HERE = {"ringattn hopper", "ringattn hopper single pass", "ringattn dkdv by descriptors"}
 """Contenders that need sm_90."""
 TINY: dict[str, Any] = {"seqlen": 24, "heads": (2, 1)}
-SIZES = speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)
+SIZES = speed.TargetSizes(32, 16, 1, 16, 16, "float32", 1 << 12)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure one run of each contender and a small matrix product."""
-    monkeypatch.setattr(timing, "LEAST", 1)
-    monkeypatch.setattr(timing, "MOST", 1)
+    monkeypatch.setattr(timing, "MIN_SAMPLES", 1)
+    monkeypatch.setattr(timing, "MAX_SAMPLES", 1)
     monkeypatch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
 
 
@@ -48,11 +56,11 @@ def config(seqlen: int = 64, heads: int = 4, kv_heads: int = 2, **more: Any) -> 
     return AttentionConfig(seqlen, heads=heads, kv_heads=kv_heads, **named)
 
 
-def longformer(window: int, tokens: int) -> Pattern:
-    return Pattern("longformer", {"window": window, "global": tokens})
+def longformer(window: int, tokens: int) -> PatternFlag:
+    return PatternFlag("longformer", {"window": window, "global": tokens})
 
 
-STRIDED = Pattern("strided", {"block": 8, "stride": 16})
+STRIDED = PatternFlag("strided", {"block": 8, "stride": 16})
 MASKS = [
     config(),
     config(causal=False),
@@ -66,59 +74,63 @@ MASKS = [
 
 
 def named(config: AttentionConfig) -> str:
-    return f"{mask_title(config.mask)}, batch {config.batch}"
+    return f"{mask_label(config.mask)}, batch {config.batch}"
 
 
-def largest_error(inputs: Given, results: Sequence[torch.Tensor]) -> float:
-    judge = errors.judge_of(errors.Inputs(inputs.q, inputs.k, inputs.v, inputs.dout), inputs.config.options(CPU))
+def largest_error(inputs: ContenderInputs, results: Sequence[torch.Tensor]) -> float:
+    judge = errors.build_judge(
+        errors.AttentionInputs(inputs.q, inputs.k, inputs.v, inputs.dout), inputs.config.reference_masks(CPU)
+    )
     return max(judge.errors(dict(zip(errors.RESULTS, results, strict=False))).values())
 
 
 @pytest.mark.parametrize("case", MASKS, ids=named)
 def test_every_mask_is_counted_computed_and_named(case: AttentionConfig) -> None:
     positions = torch.arange(64)
-    visible = by_batch(reference.visible(positions, positions, **case.options(CPU))).expand(case.batch, 1, 64, 64)
+    visible = add_head_dim(reference.visible(positions, positions, **case.reference_masks(CPU))).expand(
+        case.batch, 1, 64, 64
+    )
     assert case.pairs == int(visible.sum()) and case.flops == 4 * case.pairs * 16 * 4
-    assert case.is_plain == (mask_title(case.mask) in ("causal", "full")) == (case.flash_flops is not None)
-    function = contender.mask_function(case, CPU)
+    assert case.is_plain == (mask_label(case.mask) in ("causal", "full")) == (case.flash_flops is not None)
+    function = contender.flex_mask_mod(case, CPU)
     batch, query, key = (torch.arange(length) for length in (case.batch, 64, 64))
     by_mask_mod = function(batch[:, None, None, None], torch.tensor(0), query[:, None], key)
     assert torch.equal(by_mask_mod.expand(case.batch, 1, 64, 64), visible)
-    inputs = Given.drawn(case, CPU)
-    ready = contender.by_hops("aten", inputs)
+    inputs = ContenderInputs.draw_random(case, CPU)
+    ready = contender.local_kernel_contender("aten", inputs)
     assert largest_error(inputs, ready.results) < 1e-4
-    assert (ready.carried is None) == (case.mask.blocks is not None)
-    assert ready.carried is None or largest_error(inputs, [ready.carried]) < 1e-5
+    assert (ready.carried_lse is None) == (case.mask.blocks is not None)
+    assert ready.carried_lse is None or largest_error(inputs, [ready.carried_lse]) < 1e-5
     before = ready.results[0].clone()
     for step in ready.steps.values():
         step()
     assert torch.equal(ready.results[0], before)  # no step overwrites the judged results
     if not case.is_plain:
-        expected = contender.sdpa(contender.CPU_SDPA["math"], inputs)
+        expected = contender.sdpa_contender(contender.CPU_SDPA["math"], inputs)
         assert largest_error(inputs, expected.results) < 1e-4
-        with pytest.raises(Cannot, match="full and causal"):
-            contender.sdpa(contender.CPU_SDPA["ATen operator"], inputs)
+        with pytest.raises(UnsupportedContenderError, match="full and causal"):
+            contender.sdpa_contender(contender.CPU_SDPA["ATen operator"], inputs)
 
 
 def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = Given.drawn(config(32, window=(4, 0)), CPU)
-    with pytest.raises(Cannot, match="only for a GPU"):
-        contender.flex(inputs)
+    inputs = ContenderInputs.draw_random(config(32, window=(4, 0)), CPU)
+    with pytest.raises(UnsupportedContenderError, match="only for a GPU"):
+        contender.flex_contender(inputs)
     monkeypatch.setattr(contender, "free_memory", lambda device: 1000)
-    with pytest.raises(Cannot, match="GB free"):
-        contender.sdpa(contender.CPU_SDPA["math"], inputs)
+    with pytest.raises(UnsupportedContenderError, match="GB free"):
+        contender.sdpa_contender(contender.CPU_SDPA["math"], inputs)
     monkeypatch.setattr(contender, "free_memory", lambda device: 2 * 32**2 / contender.DENSE_SHARE)
     contender._check_square(inputs, 2, "scores")
-    with pytest.raises(Cannot, match="its scores take"):
-        contender._check_square(Given.drawn(config(32, batch=2), CPU), 2, "scores")
+    with pytest.raises(UnsupportedContenderError, match="its scores take"):
+        contender._check_square(ContenderInputs.draw_random(config(32, batch=2), CPU), 2, "scores")
 
 
 @pytest.mark.usefixtures("quick")
 def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
-    contenders = contender.contenders(torch.device("cuda"))
-    monkeypatch.setattr(speed, "contenders", lambda device: contenders)
-    rows = speed.measure(config(32, 1, 1, head_dim_v=16), Clock(CPU), seconds=0.0)
+    contenders = contender.list_contenders(torch.device("cuda"))
+    monkeypatch.setattr(speed, "list_contenders", lambda device: contenders)
+    rows = speed.measure_kernels(config(32, 1, 1, head_dim_v=16), StepTimer(CPU), seconds=0.0)
     assert rows.failed == [] and all(row.keys() <= speed.UNITS.keys() for row in rows.rows)
     by = {(row["by"], row["pass"]): row for row in rows.rows}
     assert {what for who, what in by if who == OURS} == {*contender.PASSES, *contender.PARTS}
@@ -126,7 +138,7 @@ def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(0 < by[OURS, what]["error/allowed"] <= 1 for what in contender.PASSES)
     absent = {row["by"]: row["note"] for row in rows.rows if row["pass"] == ""}
     assert NOT_HERE | {"cudnn", "efficient", "flex_attention"} == {*absent} and all(absent.values())
-    assert speed.compare(rows.rows).startswith("our best rate / best of the others: forward ")
+    assert speed.comparison_line(rows.rows).startswith("our best rate / best of the others: forward ")
 
 
 def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
@@ -134,8 +146,8 @@ def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
         return {"pass": "forward", "by": by, "seqlen": seqlen, "rate": rate}
 
     rows = [row(f"{OURS} hopper", 1, 30), row(OURS, 1, 10), row("flash", 1, 20), row(OURS, 2, 10), row("flash", 2, 20)]
-    assert speed.compare([*rows, row(OURS, 3, 1)]).endswith(": forward 0.50 to 1.50")
-    assert speed.compare(rows[:2]) == "no other contender"
+    assert speed.comparison_line([*rows, row(OURS, 3, 1)]).endswith(": forward 0.50 to 1.50")
+    assert speed.comparison_line(rows[:2]) == "no other contender"
 
 
 def test_rates_count_only_visible_pairs() -> None:
@@ -150,29 +162,29 @@ def test_rates_count_only_visible_pairs() -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("who", "wrong"), [(OURS, 1 + 1e-3), (OURS, math.nan), (f"{OURS} packed heads", math.nan)])
 def test_a_wrong_result_fails(who: str, wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(inputs: Given) -> Ready:
-        ready = contender.by_hops("aten", inputs)
+    def make(inputs: ContenderInputs) -> PreparedContender:
+        ready = contender.local_kernel_contender("aten", inputs)
         ready.results[1] = ready.results[1] * wrong
         return ready
 
     contenders = [Contender(who, make), Contender("math", make)]
-    monkeypatch.setattr(speed, "contenders", lambda device: contenders)
+    monkeypatch.setattr(speed, "list_contenders", lambda device: contenders)
     # errors of other libraries are only reported
-    (why,) = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0).failed
+    (why,) = speed.measure_kernels(config(40, 1, 1), StepTimer(CPU), seconds=0).failed
     assert why.startswith(f"backward by {who}: error of dq is ")
 
 
 @pytest.mark.usefixtures("quick")
 def test_our_contenders_run_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = Clock.prepared
+    prepared = StepTimer.prepare_step
 
-    def refuse(clock: Clock, step: Any) -> Any:
+    def refuse(clock: StepTimer, step: Any) -> Any:
         if step.__name__ == "forward":
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
         return prepared(clock, step)
 
-    monkeypatch.setattr(Clock, "prepared", refuse)
-    rows = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0, by=[OURS])
+    monkeypatch.setattr(StepTimer, "prepare_step", refuse)
+    rows = speed.measure_kernels(config(40, 1, 1), StepTimer(CPU), seconds=0, prefixes=[OURS])
     why = "it cannot be captured as a CUDA graph: operation not permitted when stream is capturing"
     assert rows.failed == [f"{OURS} is not available: {why}"] and [row["note"] for row in rows.rows] == [why]
 
@@ -191,33 +203,35 @@ HOPPER, MARGIN = "ringattn hopper", "ringattn persistent with margin"
      [0.88, 0.88], ["reached", "missed"]),
 ])  # fmt: skip
 def test_floors_and_goals(row: int, rates: Any, by: str, values: list[float], words: list[str]) -> None:
-    verdicts = list(speed.judged(speed.TARGETS[row], rates))
+    verdicts = list(speed.judge_target(speed.TARGETS[row], rates))
     assert {number.labels["by"] for number in verdicts} == {by} and not any(number.fails for number in verdicts)
     assert [number.value for number in verdicts] == pytest.approx(values)
     assert [number.labels["verdict"] for number in verdicts] == words
 
 
 def test_targets_depend_only_on_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "_shape", lambda *_: iter([Number("forward", 9.0, "elements", {"by": OURS})]))
+    monkeypatch.setattr(speed, "_shape", lambda *_: iter([MeasuredNumber("forward", 9.0, "elements", {"by": OURS})]))
     monkeypatch.setattr(speed, "_beside_a_transfer", lambda *_: iter(()))
-    verdicts = [number.labels["verdict"] for number in speed.targets(CPU, sizes=SIZES) if "verdict" in number.labels]
+    verdicts = [
+        number.labels["verdict"] for number in speed.measure_targets(CPU, sizes=SIZES) if "verdict" in number.labels
+    ]
     assert {*verdicts} == {"not measured"}
 
 
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lasts: Any = []
-    seconds = {one.name: number for number, one in enumerate(speed.BESIDE[-2:], 1)}
+    seconds = {one.name: number for number, one in enumerate(speed.BESIDE_VARIANTS[-2:], 1)}
     variants = [SimpleNamespace(name=name, config=lambda *_, name=name, **how: name) for name in seconds]
     copy = SimpleNamespace(beside=lambda step, stream: step, wrong=lambda: wrong)
     stand_ins = {
-        "BESIDE": variants, "attention_forward": lambda *_, config: None, "Copy": lambda *_: copy,
+        "BESIDE_VARIANTS": variants, "attention_forward": lambda *_, config: None, "BackgroundCopy": lambda *_: copy,
         "new_stream": lambda *_: None, "bytes_for": lambda device, lasting, nbytes: lasts.append(lasting) or nbytes,
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(speed, name, stand_in)
-    monkeypatch.setattr(Clock, "__call__", lambda clock, step: float(seconds[step.keywords["config"]]))
-    *rates, copied = speed._beside_a_transfer(Clock(CPU), SIZES, 0.0)
+    monkeypatch.setattr(StepTimer, "__call__", lambda clock, step: float(seconds[step.keywords["config"]]))
+    *rates, copied = speed._beside_a_transfer(StepTimer(CPU), SIZES, 0.0)
     assert lasts == [speed.COPY_LASTS * 2.0] and copied.fails == (wrong > 0)
     parts = [(number.name, number.labels["by"]) for number in rates]
     assert parts == [(what, name) for name in seconds for what in (speed.ALONE, FORWARD)]
@@ -227,14 +241,14 @@ def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest
     ("backend", "dtype", "dims"), [("triton", "float32", (16, 24)), ("aten", "bfloat16", (24, 24))]
 )
 def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None:
-    rows = list(accuracy.accuracy(CPU, backend=backend, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **TINY))
+    rows = list(accuracy.accuracy_case(CPU, backend=backend, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **TINY))
     assert len(rows) == 3 * 6
     assert [number for number in rows if number.fails] == []
 
 
 def test_kernels_of_another_gpu_are_unavailable() -> None:
-    with pytest.raises(NotHere, match=r"compute capability 9\.0"):
-        next(accuracy.accuracy(CPU, backend=accuracy.HOPPER, dtype="float16", head_dim=16, **TINY))
+    with pytest.raises(CaseUnavailableError, match=r"compute capability 9\.0"):
+        next(accuracy.accuracy_case(CPU, backend=accuracy.HOPPER, dtype="float16", head_dim=16, **TINY))
 
 
 def test_memory_is_counted_for_all_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +263,7 @@ def test_the_command(tmp_path: Path) -> None:
     flags = ["--seqlen", "64,96", "--heads", "2", "--head-dim", "16", "--seconds", "0", "--dtype", "fp32,bf16"]
     result = CliRunner().invoke(cli.app, ["bench", "kernels", *flags, "--json", str(tmp_path / "k.json")])
     assert result.exit_code == 0, result.output
-    report = read(tmp_path / "k.json")
+    report = read_result(tmp_path / "k.json")
     assert {row["dtype"] for row in report.rows} == {"float32", "bfloat16"} and len(report.rows) == 4 * 7
     assert {row["by"] for row in report.rows} == {OURS, "ATen operator", "math"}
     assert "interleaved runs by clock" in report.notes[0] and "matrix product in the same runs" in report.notes[1]

@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common import flags, launching, process_group
-from ringattn.bench.common.launching import launch, spawn
-from ringattn.bench.common.output import prints
-from ringattn.bench.common.process_group import PORTS, consequences_later
-from ringattn.bench.common.ranks import JOB, LAUNCHERS, Member, member
+from ringattn.bench.common.launching import launch_processes, run_process_group
+from ringattn.bench.common.output import is_printing_rank
+from ringattn.bench.common.process_group import PORTS, delay_secondary_errors
+from ringattn.bench.common.ranks import JOB, LAUNCHERS, LaunchedRank, launched_rank
 
 ROOT = Path(__file__).parents[2]
 GROUPS = 5
@@ -34,22 +34,22 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("variables", "expected"), [
     ({}, None),
-    ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Member(3, 8, 1, 2)),
-    ({"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, Member(4, 8, 0, 4)),
-    ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Member(0, 1, 0, 1)),
-    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Member(1, 2, 1, 2)),
+    ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, LaunchedRank(3, 8, 1, 2)),
+    ({"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, LaunchedRank(4, 8, 0, 4)),
+    ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, LaunchedRank(0, 1, 0, 1)),
+    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, LaunchedRank(1, 2, 1, 2)),
     ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
-     Member(5, 8, 1, 4)),
+     LaunchedRank(5, 8, 1, 4)),
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script without srun
     ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
 ])  # fmt: skip
 def test_member_of_a_launcher(
-    variables: dict[str, str], expected: Member | None, alone: None, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], expected: LaunchedRank | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert member() == expected
-    assert prints() is (expected is None or expected.rank == 0)
+    assert launched_rank() == expected
+    assert is_printing_rank() is (expected is None or expected.rank == 0)
 
 
 def test_ranks_of_a_machine_share_cores(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +70,15 @@ def test_ranks_that_share_a_gpu_limit_ctas(
     for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
         monkeypatch.delenv(name, raising=False)
     bound = {"NCCL_MAX_CTAS": ctas} if ctas else {}
-    assert launching.sharing(ranks, gpus) == ({} if ctas is None else {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **bound})
+    assert launching.gpu_sharing_environment(ranks, gpus) == (
+        {} if ctas is None else {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **bound}
+    )
     monkeypatch.setenv("NCCL_MAX_CTAS", "2")
-    assert launching.sharing(ranks, gpus).get("NCCL_MAX_CTAS") == ("2" if ctas else None)
+    assert launching.gpu_sharing_environment(ranks, gpus).get("NCCL_MAX_CTAS") == ("2" if ctas else None)
 
 
 def test_address_of_rank_0(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, place = Member(1, 4, 1, 4), Member(2, 4, 0, 2)
+    here, place = LaunchedRank(1, 4, 1, 4), LaunchedRank(2, 4, 0, 2)
     assert process_group._address(here) == "127.0.0.1"
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
     with pytest.raises(ValueError, match="MASTER_ADDR is not set, but only 2 of 4 ranks"):
@@ -104,7 +106,7 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     if address is not None:
         monkeypatch.setenv("MASTER_ADDR", address)
-    before, place = listening(), Member(0, 1, 0, 1)
+    before, place = listening(), LaunchedRank(0, 1, 0, 1)
     process_group._store.cache_clear()
     with process_group.process_group(place, CPU):
         used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
@@ -138,7 +140,7 @@ def groups_and_listeners() -> tuple[list[float], list[str], list[str]]:
 
     Return the sums, the addresses (hexadecimal) on which the last group listens, and its network interfaces.
     """
-    place = member()
+    place = launched_rank()
     assert place is not None
     sums: list[float] = []
     while len(sums) < GROUPS:
@@ -164,12 +166,12 @@ def listening() -> list[str]:
 def test_successive_groups_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
     # NCCL_SOCKET_IFNAME is set by the user and stays.
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
-    sums, addresses, interfaces = launch(2, groups_and_listeners)
+    sums, addresses, interfaces = launch_processes(2, groups_and_listeners)
     assert sums == [2.0] * GROUPS and {*addresses} == {"0100007F"}  # 127.0.0.1
     assert interfaces == ["lo", "eth1"]
 
 
-def rank_one_raises(place: Member, device: torch.device) -> None:
+def rank_one_raises(place: LaunchedRank, device: torch.device) -> None:
     """Raise on rank 1.
 
     An error of another rank could have caused this kind of error, so rank 1 reports late; rank 0 reports later.
@@ -181,7 +183,7 @@ def rank_one_raises(place: Member, device: torch.device) -> None:
 
 def test_the_failing_ranks_error_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
-        spawn(2, rank_one_raises)
+        run_process_group(2, rank_one_raises)
     printed = capfd.readouterr().err
     # in the message and in the traceback
     assert ended.value.exit_code == 1 and printed.count("rank 1 has had enough") == 2
@@ -190,7 +192,7 @@ def test_the_failing_ranks_error_is_reported(capfd: pytest.CaptureFixture[str]) 
 
 def leave(how: str, folder: str) -> None:
     """End rank 1; rank 0 would run for minutes."""
-    assert member() is not None
+    assert launched_rank() is not None
     Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
     if os.environ["RANK"] == "1":
         while not Path(folder, "0").exists():
@@ -202,7 +204,7 @@ def leave(how: str, folder: str) -> None:
 @pytest.mark.parametrize(("how", "message"), [("killed", "killed by SIGKILL"), ("exits", "exit code 7")])
 def test_a_rank_that_exits_ends_the_others(how: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match=f"rank 1: {message}"):
-        launch(2, leave, how, str(tmp_path))
+        launch_processes(2, leave, how, str(tmp_path))
     assert not any(Path("/proc", (tmp_path / rank).read_text()).exists() for rank in "01")
 
 
@@ -227,7 +229,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 def test_errors_without_a_peer_are_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     for error in (NotImplementedError("no"), torch.OutOfMemoryError("full"), typer.Exit(1), ValueError("wrong")):
-        with pytest.raises(type(error)), consequences_later():
+        with pytest.raises(type(error)), delay_secondary_errors():
             raise error
 
 
@@ -292,7 +294,7 @@ def test_world_must_match_the_launcher(bench: str, alone: None, monkeypatch: pyt
     ran: list[int] = []
 
     def in_group(*_: object) -> Any:
-        ran.append(member().world)  # type: ignore[union-attr]
+        ran.append(launched_rank().world)  # type: ignore[union-attr]
         raise typer.Exit(3)
 
     monkeypatch.setattr(launching, "_in_group", in_group)

@@ -14,11 +14,19 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common import flags, memory, provenance
-from ringattn.bench.common.result import Result, Row, read
+from ringattn.bench.common.result import Result, Row, read_result
 from ringattn.bench.links import command as links
-from ringattn.bench.links import runs
+from ringattn.bench.links import measure
+from ringattn.bench.links.measure import (
+    BOTH_WAYS,
+    ONE_WAY,
+    RING,
+    LinksConfig,
+    pattern_bytes,
+    transfer_patterns,
+    transport_rows,
+)
 from ringattn.bench.links.names import FORWARD, MATMUL
-from ringattn.bench.links.runs import BOTH_WAYS, ONE_WAY, RING, LinksConfig, measured, pattern, ways
 from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message
 from ringattn.comm.world import single_rank
 
@@ -33,7 +41,7 @@ CPU = torch.device("cpu")
     ("size", "edges"), [(1, "0->0"), (2, "0->1 1->0 0<->1 all"), (3, "0->1 1->2 2->0 0<->1 0<->2 1<->2 all")]
 )
 def test_directions_cover_every_edge(size: int, edges: str) -> None:
-    rounds = ways(size)
+    rounds = transfer_patterns(size)
     assert [way.edge for way in rounds] == edges.split()
     ring = [way.pairs[0] for way in rounds if way.name == ONE_WAY]
     assert all(way.pairs == tuple(ring) for way in rounds if way.name == RING)
@@ -41,12 +49,12 @@ def test_directions_cover_every_edge(size: int, edges: str) -> None:
 
 
 def test_pattern_of_shifted_swapped_and_old_bytes_differs() -> None:
-    right = pattern(1 << 18, 1, 0, CPU)
+    right = pattern_bytes(1 << 18, 1, 0, CPU)
     assert right.shape == (1 << 18,) and right.dtype == torch.uint8
     for block in (1, 256, 4096, 65536, 131072):
         assert not right[:-block].equal(right[block:])
-    assert not right.equal(pattern(1 << 18, 2, 0, CPU)) and not right.equal(pattern(1 << 18, 1, 1, CPU))
-    assert pattern(3, 0, 0, CPU).tolist() == [0, 167, (2 * 167) % 256]
+    assert not right.equal(pattern_bytes(1 << 18, 2, 0, CPU)) and not right.equal(pattern_bytes(1 << 18, 1, 1, CPU))
+    assert pattern_bytes(3, 0, 0, CPU).tolist() == [0, 167, (2 * 167) % 256]
 
 
 class Spoiling(LocalTransport):
@@ -67,24 +75,24 @@ def test_rows_of_a_world_where_a_byte_is_lost(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Spoiling, "warm_up", lambda transport, edges: None)
 
     def run(group: LocalGroup) -> list[Row]:
-        return measured(Spoiling(group, CPU), Limits(), config, CPU)
+        return transport_rows(Spoiling(group, CPU), Limits(), config, CPU)
 
     with LocalWorld(3, device="cpu") as world:
         rows_per_rank = world.run(run)
     assert all(rows == rows_per_rank[0] for rows in rows_per_rank)
     columns = [(row["way"], row["edge"], row["size"]) for row in rows_per_rank[0]]
-    assert columns == [(way.name, way.edge, nbytes) for way in ways(3) for nbytes in config.sizes]
+    assert columns == [(way.name, way.edge, nbytes) for way in transfer_patterns(3) for nbytes in config.sizes]
     for row in rows_per_rank[0]:
-        assert row["time"] > 0 and set(row) < set(runs.UNITS)
+        assert row["time"] > 0 and set(row) < set(measure.UNITS)
         assert row["algbw"] == row["busbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
     wrong = {row["edge"]: row["#wrong"] for row in rows_per_rank[0] if row["size"] == 1000}
     assert wrong == {"0->1": 3, "1->2": 0, "2->0": 0, "0<->1": 3, "1<->2": 3, "0<->2": 0, "all": 3}
 
 
 def test_a_transfer_takes_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "seconds_of", lambda enqueue, device, timer: 8e-3)
+    monkeypatch.setattr(measure, "transfer_seconds", lambda enqueue, device, timer: 8e-3)
     config = LinksConfig(("local",), sizes=(8,), iters=4, checks=0)
-    (row,) = measured(LocalTransport(single_rank(), CPU), Limits(), config, CPU)
+    (row,) = transport_rows(LocalTransport(single_rank(), CPU), Limits(), config, CPU)
     assert row["time"] == pytest.approx(2e3) and row["#wrong"] is None
 
 
@@ -93,7 +101,7 @@ def test_a_transfer_waits_for_the_fences_given() -> None:
     transport = SimpleNamespace(
         rank=0, mark=lambda: DONE, post=lambda *, sends, receives, after: waits.append(after) or DONE
     )
-    ends = runs.Ends(transport, runs.Way(ONE_WAY, ((0, 1),)), 4, CPU)  # type: ignore[arg-type]
+    ends = measure.RankTransfers(transport, measure.TransferPattern(ONE_WAY, ((0, 1),)), 4, CPU)  # type: ignore[arg-type]
     assert ends.post() is DONE
     ends.enqueue(2)  # behind the current stream's work
     assert waits == [(), [DONE], [DONE]]
@@ -103,29 +111,29 @@ def test_products_on_a_gpu_are_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> No
     dtypes: Any = []
     monkeypatch.setattr(torch, "randn", lambda *_, device, dtype: dtypes.append(dtype) or torch.empty(1))
     for device in ("cuda", "cpu"):
-        runs.step_of(MATMUL, torch.device(device))
+        measure.compute_step(MATMUL, torch.device(device))
     assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
 def test_events_are_recorded_after_the_busy_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = FakeCuda(monkeypatch)
-    runs.seconds_of(lambda: on_gpu.calls.append("transfers"), CPU, "events")
+    measure.transfer_seconds(lambda: on_gpu.calls.append("transfers"), CPU, "events")
     assert on_gpu.calls.index("sleep") < on_gpu.calls.index("transfers")
 
 
 def test_only_nccl_is_swept() -> None:
     config = LinksConfig((), channels=(None, 4, 16), ctas=(None, 8))
-    assert list(runs.limits_of("nccl", config)) == [
+    assert list(measure.transport_limits("nccl", config)) == [
         Limits(), Limits(ctas=8), Limits(channels=4), Limits(channels=4, ctas=8), Limits(channels=16),
     ]  # fmt: skip
     for name in ("nccl_one_sided", "process_group", "local"):
-        assert list(runs.limits_of(name, config)) == [Limits()]
+        assert list(measure.transport_limits(name, config)) == [Limits()]
 
 
 @pytest.mark.parametrize("must_open", [False, True])
 def test_transport_that_does_not_open_is_named_once(must_open: bool) -> None:
     config = LinksConfig(("nccl", "local"), sizes=(8,), iters=1, channels=(None, 1, 2), must_open=must_open)
-    rows = runs.of_group(single_rank(), config, CPU)
+    rows = measure.measure_group(single_rank(), config, CPU)
     (why,) = rows.failed if must_open else rows.notes
     assert why.startswith("nccl cannot be opened: ") and "cpu" in why
     assert {row["transport"] for row in rows.rows} == {"local"}
@@ -161,10 +169,10 @@ class Slow:
 
 def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = Slow(0.1)
-    monkeypatch.setattr(runs, "step_of", lambda kind, device: transport.compute)
+    monkeypatch.setattr(measure, "compute_step", lambda kind, device: transport.compute)
     monkeypatch.setattr(time, "perf_counter", lambda: transport.now)
     config = LinksConfig((), sizes=(8,), beside="matmul")
-    columns = runs.beside(transport, ways(1)[0], config, CPU)  # type: ignore[arg-type]
+    columns = measure.compute_columns(transport, transfer_patterns(1)[0], config, CPU)  # type: ignore[arg-type]
     assert columns["compute alone"] == pytest.approx(20)
     assert columns["compute slowed"] == pytest.approx(1) and columns["transfer slowed"] == pytest.approx(1, rel=0.1)
 
@@ -173,17 +181,19 @@ def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) 
     ("limits", "sizes"), [((8, 64, 2), (8, 16, 32, 64)), ((8, 63, 4), (8, 32)), ((32 << 20, 32 << 20, 2), (32 << 20,))]
 )
 def test_sizes_are_those_of_nccl_tests(limits: tuple[int, int, int], sizes: tuple[int, ...]) -> None:
-    assert links.steps(*limits) == sizes
+    assert links.message_sizes(*limits) == sizes
 
 
 def test_memory_of_messages_is_counted() -> None:
     nbytes, transport = 16 << 20, LocalTransport(single_rank(), CPU)
-    measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU)  # the first run loads libraries
+    transport_rows(
+        transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU
+    )  # the first run loads libraries
     config = LinksConfig(("local",), sizes=(nbytes,), iters=1, warmup=0)
-    messages = runs.BUFFERS + runs.CHECKED["cpu"]
-    with memory.freed_at_once(CPU):
+    messages = measure.BUFFERS + measure.CHECKS_PER_DEVICE["cpu"]
+    with memory.return_freed_memory(CPU):
         peak = memory.PeakMemory(CPU)
-        assert len(measured(transport, Limits(), config, CPU)) == 1
+        assert len(transport_rows(transport, Limits(), config, CPU)) == 1
         assert 0.9 * messages * nbytes < peak.bytes < 1.1 * messages * nbytes
 
 
@@ -195,7 +205,7 @@ def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert ran.exit_code == 0, ran.output
     assert max(map(len, ran.stdout.splitlines()[:17])) <= 80
     assert ran.stdout.splitlines()[-1].startswith("best between processes: process_group, ")
-    result = read(target)
+    result = read_result(target)
     assert {row["transport"] for row in result.rows} == {"process_group", "local"} and len(result.rows) == 2 * 4 * 2
     assert all(row["algbw"] == row["busbw"] > 0 and row["#wrong"] == 0 for row in result.rows)
     assert (
@@ -214,8 +224,8 @@ def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ([], "no transport can be opened"),
 ])  # fmt: skip
 def test_failures(rows: list[Row], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "spawn", lambda *args, **more: Result("bench links", runs.UNITS, rows))
-    assert runs.everywhere(2, LinksConfig(("process_group",))).failed == [message]
+    monkeypatch.setattr(measure, "run_process_group", lambda *args, **more: Result("bench links", measure.UNITS, rows))
+    assert measure.measure_everywhere(2, LinksConfig(("process_group",))).failed == [message]
 
 
 def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
@@ -226,9 +236,11 @@ def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
             ("nccl", "0->1", 1 << 25, 5.0), ("local", "all", 1 << 25, 7.0),
         ]
     ]  # fmt: skip
-    assert links.best(Result("", {}, rows)) == ["best between processes: nccl, 4 channels, 32m bytes, ring: 3 GB/s"]
-    assert links.best(Result("", {}, rows[-1:]))[0].startswith("best within one process: local, ")
-    assert links.best(Result("", {})) == []
+    assert links.fastest_link_note(Result("", {}, rows)) == [
+        "best between processes: nccl, 4 channels, 32m bytes, ring: 3 GB/s"
+    ]
+    assert links.fastest_link_note(Result("", {}, rows[-1:]))[0].startswith("best within one process: local, ")
+    assert links.fastest_link_note(Result("", {})) == []
 
 
 def test_settling_waits_for_the_stream_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +248,7 @@ def test_settling_waits_for_the_stream_of_the_device(monkeypatch: pytest.MonkeyP
     stream = SimpleNamespace(synchronize=lambda: waited.append("over"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: waited.append(device) or stream)
     for device in (torch.device("cuda", 1), CPU):
-        runs.settle(device)
+        measure.synchronize_compute(device)
     assert waited == [torch.device("cuda", 1), "over"]
 
 
@@ -245,18 +257,20 @@ def test_settling_waits_for_the_stream_of_the_device(monkeypatch: pytest.MonkeyP
     [("", "cuda", FORWARD), ("", "cpu", MATMUL), ("forward", "cuda", FORWARD), ("none", "cpu", "none")],
 )
 def test_compute_beside_a_transfer(text: str, device: str, name: str) -> None:
-    assert links.beside_name(text, device) == name
+    assert links.parse_beside(text, device) == name
 
 
 @pytest.mark.parametrize("transport", ["all", "nccl"])
 def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     configs: Any = []
-    monkeypatch.setattr(flags, "device_name", lambda text: "cuda")
-    monkeypatch.setattr(flags, "check_transport", lambda *_: None)
-    monkeypatch.setattr(links, "finish", lambda *_: None)
+    monkeypatch.setattr(flags, "parse_device_kind", lambda text: "cuda")
+    monkeypatch.setattr(flags, "check_transport_flag", lambda *_: None)
+    monkeypatch.setattr(links, "finish_command", lambda *_: None)
     monkeypatch.setattr(provenance, "provenance", lambda device: {})
-    monkeypatch.setattr(runs, "check_room", lambda *_, launched: None)
-    monkeypatch.setattr(runs, "everywhere", lambda ranks, config: configs.append(config) or Result("bench links", {}))
+    monkeypatch.setattr(measure, "check_message_fits", lambda *_, launched: None)
+    monkeypatch.setattr(
+        measure, "measure_everywhere", lambda ranks, config: configs.append(config) or Result("bench links", {})
+    )
     words = f"--transport {transport} --channels 4,auto --ctas 8 -n 7 -w 3 -c 2"
     ran = CliRunner().invoke(cli.app, ["bench", "links", *words.split()])
     assert ran.exit_code == 0, ran.output

@@ -19,27 +19,27 @@ from ringattn.bench import memory as memory_bench
 from ringattn.bench.common import memory as memory_module
 from ringattn.bench.common import memory_table, timing
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.flags import Pattern
+from ringattn.bench.common.flags import PatternFlag
 from ringattn.bench.common.memory import (
+    MAX_MEMORY_SHARE,
     PROCESS_BYTES,
-    USED,
-    Needs,
+    MemoryNeeds,
     PeakMemory,
-    freed_at_once,
-    needs_of_ranks,
-    refuse_ranks,
-    refuse_too_large,
+    check_ranks_fit,
+    check_size_fits,
+    rank_needs,
+    return_freed_memory,
 )
-from ringattn.bench.common.memory_table import OURS, WHOLE, RingForm
-from ringattn.bench.common.ranks import Member
-from ringattn.bench.common.result import read
-from ringattn.bench.common.timing import Clock
+from ringattn.bench.common.memory_table import ONE_DEVICE, OURS, RingForm
+from ringattn.bench.common.ranks import LaunchedRank
+from ringattn.bench.common.result import read_result
+from ringattn.bench.common.timing import StepTimer
 from ringattn.bench.kernels import speed
 
-from ..support.forked import results
+from ..support.rank_processes import group_results
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-FREE = Needs(10**9, int(1.5e8))
+FREE = MemoryNeeds(10**9, int(1.5e8))
 
 
 def test_peak_memory_includes_freed_memory() -> None:
@@ -54,7 +54,7 @@ def peak_of_freed_blocks(rank: int) -> int:
 
     Runs in a fresh process, because blocks of a process that has run other tests come from holes of its heap.
     """
-    with freed_at_once(CPU):
+    with return_freed_memory(CPU):
         peak = PeakMemory(CPU)
         small_blocks = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(64)]
         del small_blocks
@@ -66,23 +66,23 @@ def test_the_allocator_setting_is_restored(monkeypatch: pytest.MonkeyPatch) -> N
     said: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda *option: said.append(option))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    with freed_at_once(CPU):
+    with return_freed_memory(CPU):
         assert said == [(memory_module.M_MMAP_THRESHOLD, memory_module.MAPPED_BYTES)]
     before = memory_module.KEPT_BYTES
     assert said[1:] == [(memory_module.M_MMAP_THRESHOLD, before), (memory_module.M_TRIM_THRESHOLD, 2 * before)]
 
 
 def test_freed_blocks_do_not_count_where_they_are_freed_at_once() -> None:
-    (peak,) = results(1, peak_of_freed_blocks)
+    (peak,) = group_results(1, peak_of_freed_blocks)
     # Freed blocks that stay resident would give 192 MiB. Library pages first touched after the fork may add 20 MiB.
     assert 127 << 20 < peak < 170 << 20
 
 
 def test_a_refusal_for_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "free_memory", lambda device: int(100_000_000 / USED + 10))
+    monkeypatch.setattr(memory_module, "free_memory", lambda device: int(100_000_000 / MAX_MEMORY_SHARE + 10))
 
-    def ask(size: int, needed: Callable[[int], Needs] = lambda size: Needs(1000 * size)) -> None:
-        refuse_too_large("--tokens", size, needed, CPU, unit="tokens per rank")
+    def ask(size: int, needed: Callable[[int], MemoryNeeds] = lambda size: MemoryNeeds(1000 * size)) -> None:
+        check_size_fits("--tokens", size, needed, CPU, unit="tokens per rank")
 
     ask(100_000)
     message = r"^--tokens: 204,800 tokens per rank take 0.2 GB of memory, 0.1 GB are free: 97k fits$"
@@ -90,9 +90,11 @@ def test_a_refusal_for_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) ->
         ask(200 * 1024)
     ask(97 * 1024)
     with pytest.raises(typer.BadParameter, match="not even 1k fits"):
-        ask(2048, lambda size: Needs(PROCESS_BYTES + size))
+        ask(2048, lambda size: MemoryNeeds(PROCESS_BYTES + size))
     message = r"^2,048 tokens take 0.2 GB of GPU memory, 0.[12] GB are free: 1k fits$"
-    assert re.search(message, str(memory_module.too_large(2048, lambda n: Needs(0, n * 10**5), FREE, unit="tokens")))
+    assert re.search(
+        message, str(memory_module.size_refusal(2048, lambda n: MemoryNeeds(0, n * 10**5), FREE, unit="tokens"))
+    )
 
 
 @pytest.mark.parametrize(("launcher", "per_rank", "message"), [
@@ -108,7 +110,7 @@ def test_ranks_that_do_not_fit_this_machine_are_refused(
     monkeypatch.setattr(memory_module, "PROCESS_BYTES", 0)
     monkeypatch.setattr(memory_module, "free_memory", lambda _: 40 * 10**6)
     with pytest.raises(typer.BadParameter, match=message):
-        refuse_ranks("--size", AttentionConfig(4 * 8192, 4), lambda config: config.seqlen * 1500, per_rank=per_rank)
+        check_ranks_fit("--size", AttentionConfig(4 * 8192, 4), lambda config: config.seqlen * 1500, per_rank=per_rank)
 
 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "TORCHELASTIC_RUN_ID": "x"}
@@ -133,9 +135,9 @@ def test_ranks_that_a_gpu_holds(
         return 1 << 40
 
     monkeypatch.setattr(memory_module, "free_memory", free)
-    assert needs_of_ranks(10, GPU, 4) == Needs(4 * PROCESS_BYTES, 10 * shared)
-    assert needs_of_ranks(10, CPU, 4) == Needs(4 * (PROCESS_BYTES + 10))
-    refuse_too_large("--size", 1, lambda size: Needs(size, size), GPU, unit="bytes")
+    assert rank_needs(10, GPU, 4) == MemoryNeeds(4 * PROCESS_BYTES, 10 * shared)
+    assert rank_needs(10, CPU, 4) == MemoryNeeds(4 * (PROCESS_BYTES + 10))
+    check_size_fits("--size", 1, lambda size: MemoryNeeds(size, size), GPU, unit="bytes")
     own = {1: torch.device("cuda", 0), 4: torch.device("cuda", 2)}[gpus] if variables else GPU
     assert {*devices} == {own, CPU}
 
@@ -161,14 +163,14 @@ def test_a_forward_alone_is_counted_without_gradients() -> None:
         parts = memory_table.ring_parts(config, form, backward=False)
         assert not [name for name in parts if "dK" in name or "dQ" in name or "gradients" in name]
         assert sum(parts.values()) == memory_table.candidate_bytes(OURS, config, form, backward=False)
-    for kind in memory_table.forward_rows(4).keys() | {memory_table.exchanged_name(2, 8)}:
+    for kind in memory_table.forward_rows(4).keys() | {memory_table.mesh_name(2, 8)}:
         forward, both = (memory_table.candidate_bytes(kind, config, backward=one) for one in (False, True))
         assert 0.3 * both < forward < 0.7 * both
 
 
 def test_a_gpu_adds_dq_of_the_whole_up_in_fp32() -> None:
     config = AttentionConfig(8 * 1024, 8, batch=2, heads=4, head_dim=64)
-    cpu, cuda = (memory_table.candidate_bytes(WHOLE, replace(config, device=name)) for name in ("cpu", "cuda"))
+    cpu, cuda = (memory_table.candidate_bytes(ONE_DEVICE, replace(config, device=name)) for name in ("cpu", "cuda"))
     assert cuda - cpu == 4 * (2 * 8 * 1024 * 4 * 64)
 
 
@@ -184,16 +186,16 @@ def test_every_ring_of_an_overlap_and_of_a_search_is_counted() -> None:
 
 def test_kernels_take_no_more_than_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     # A mask in parts takes the most memory.
-    monkeypatch.setattr(timing, "LEAST", 1)
-    longformer = Pattern("longformer", {"window": 64, "global": 16})
+    monkeypatch.setattr(timing, "MIN_SAMPLES", 1)
+    longformer = PatternFlag("longformer", {"window": 64, "global": 16})
     config = AttentionConfig(
         2048, heads=2, kv_heads=2, head_dim=32, dtype="bfloat16", layout="contiguous", block_mask=longformer
     )
-    by, clock = ("ringattn", "ATen operator"), Clock(CPU)
-    speed.measure(replace(config, seqlen=128), clock, seconds=0, by=by)  # the first run loads libraries
-    with freed_at_once(CPU):
+    by, clock = ("ringattn", "ATen operator"), StepTimer(CPU)
+    speed.measure_kernels(replace(config, seqlen=128), clock, seconds=0, prefixes=by)  # the first run loads libraries
+    with return_freed_memory(CPU):
         peak = PeakMemory(CPU)
-        speed.measure(config, clock, seconds=0, by=by)
+        speed.measure_kernels(config, clock, seconds=0, prefixes=by)
         peak_bytes = peak.bytes
     counted = memory_table.kernels_bytes(config, 2048, 1, 1, speed.PRODUCT_SIDE["cpu"])
     assert 0.5 * counted < peak_bytes < counted
@@ -203,7 +205,7 @@ def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:
     command = f"bench memory --world 2 --tokens 1k --heads 4 --json {tmp_path}/m.json"
     result = CliRunner().invoke(cli.app, command.split())
     assert result.exit_code == 0, result.output
-    (row,) = read(tmp_path / "m.json").rows
+    (row,) = read_result(tmp_path / "m.json").rows
     tensor = 1024 * 4 * 64 * 4 / 1e6
     # Four inputs, out and three gradients; three slots of K/V and two of accumulators; the operator's results.
     # The smallest rank counts, because a rank may touch unrelated pages late (6 MB were seen once).
@@ -225,10 +227,10 @@ def test_memory_that_grows_fails(last: int, code: int, alone: None, monkeypatch:
         return {"forward": forward * 10**6, "peak": peak * 10**6, "kept": 5 * 10**6}
 
     rows = [[rank(100), rank(99, 20)], [rank(100), rank(last)]]
-    monkeypatch.setattr(memory_bench, "spawn", lambda *args: rows)
+    monkeypatch.setattr(memory_bench, "run_process_group", lambda *args: rows)
     result = CliRunner().invoke(cli.app, ["bench", "memory", "--world", "2,4", "--tokens", "64"])
     assert result.exit_code == code and f"+{last - 100}.00%" in result.output, result.output
-    first, second, third = memory_bench.rows_of([2, 4, 8], [*rows, rows[1]])
+    first, second, third = memory_bench.memory_rows([2, 4, 8], [*rows, rows[1]])
     assert first == {
         "world": 2, "peak": 100, "least rank": 99, "after forward": 20, "inputs and results": 5, "relative": 1,
     }  # fmt: skip
@@ -236,8 +238,8 @@ def test_memory_that_grows_fails(last: int, code: int, alone: None, monkeypatch:
 
 
 def test_worlds_within_a_launcher() -> None:
-    assert memory_bench.worlds_of(None, None) == [2, 4, 8] and memory_bench.worlds_of(None, [3]) == [3]
-    place = Member(0, 6, 0, 6)
-    assert memory_bench.worlds_of(place, None) == [2, 4, 6] and memory_bench.worlds_of(place, [3]) == [3]
+    assert memory_bench.resolve_worlds(None, None) == [2, 4, 8] and memory_bench.resolve_worlds(None, [3]) == [3]
+    place = LaunchedRank(0, 6, 0, 6)
+    assert memory_bench.resolve_worlds(place, None) == [2, 4, 6] and memory_bench.resolve_worlds(place, [3]) == [3]
     with pytest.raises(typer.BadParameter, match="--world is 8: the launcher started 6 ranks"):
-        memory_bench.worlds_of(place, [2, 8])
+        memory_bench.resolve_worlds(place, [2, 8])

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.bench import cli
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.launching import spawn
-from ringattn.bench.common.result import Result, Row, read
-from ringattn.bench.common.timing import Samples, Team
-from ringattn.bench.overlap import runs
-from ringattn.bench.overlap.runs import (
+from ringattn.bench.common.launching import run_process_group
+from ringattn.bench.common.result import Result, Row, read_result
+from ringattn.bench.common.timing import Samples, TimingTeam
+from ringattn.bench.overlap import measure
+from ringattn.bench.overlap.measure import (
     BACKWARD,
     COMMUNICATION,
     COMPUTE,
@@ -31,10 +31,10 @@ from ringattn.bench.overlap.runs import (
     STEP,
     TOGETHER,
     OverlapConfig,
-    Shard,
-    Times,
-    step_of,
-    verdict,
+    PhaseTimes,
+    RankPasses,
+    buffer_verdict,
+    sum_phases,
 )
 from ringattn.comm import LocalGroup, LocalTransport
 from ringattn.ring.local.rectangles import RectangleBackward, RectangleForward
@@ -45,34 +45,34 @@ CPU = torch.device("cpu")
 SMALL = AttentionConfig(3 * 24, 3, heads=4, kv_heads=2, head_dim=16, causal=True, layout="zigzag", transport="local")
 
 
-def times(together: float, communication: float = 8.0) -> Times:
+def times(together: float, communication: float = 8.0) -> PhaseTimes:
     """Return times of a step whose compute alone takes 10 seconds."""
-    return Times(Samples((10.0,)), Samples((communication,)), Samples((together,)), 4)
+    return PhaseTimes(Samples((10.0,)), Samples((communication,)), Samples((together,)), 4)
 
 
 def test_rate_of_the_slowed_link(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = SimpleNamespace(run=print, nbytes=dict(zip(PHASES, (10, 30), strict=True)))
-    monkeypatch.setattr(runs, "Ring", lambda **_: nullcontext())
-    monkeypatch.setattr(runs, "Shard", lambda *_: shard)
-    monkeypatch.setattr(runs, "interleaved", lambda steps, clock, repeats: dict.fromkeys(steps, Samples((2.0,))))
-    monkeypatch.setattr(runs, "Ranks", Team)
-    assert runs.link_speed(OverlapConfig(SMALL, ((2, 1, 1),)), 0.5, CPU) == 40 / (0.5 * 4)
+    monkeypatch.setattr(measure, "Ring", lambda **_: nullcontext())
+    monkeypatch.setattr(measure, "RankPasses", lambda *_: shard)
+    monkeypatch.setattr(measure, "time_in_turns", lambda steps, clock, repeats: dict.fromkeys(steps, Samples((2.0,))))
+    monkeypatch.setattr(measure, "RankTeam", TimingTeam)
+    assert measure.link_speed(OverlapConfig(SMALL, ((2, 1, 1),)), 0.5, CPU) == 40 / (0.5 * 4)
 
 
 @pytest.mark.parametrize(("measured", "columns"), [
     (times(12), {"exposed": 2e3, "overlap": 75, "efficiency": 100 / 1.2, "bound": 13e3, "within bound": True}),
     (times(13.01), {"within bound": False}),
 ])  # fmt: skip
-def test_columns(measured: Times, columns: dict[str, float]) -> None:
-    row = measured.columns()
+def test_columns(measured: PhaseTimes, columns: dict[str, float]) -> None:
+    row = measured.as_columns()
     assert {name: row[name] for name in columns} == pytest.approx(columns)
-    assert {"phase", "slots", "prefetch", "chunks", *row} == set(runs.UNITS)
+    assert {"phase", "slots", "prefetch", "chunks", *row} == set(measure.UNITS)
 
 
 def test_a_step_adds_both_passes_of_each_run() -> None:
-    forward = Times(Samples((1.0,) * 3), Samples((8.0,) * 3), Samples((1.0, 9.0, 2.0)), 4)
-    backward = Times(Samples((3.0,) * 3), Samples((7.0,) * 3), Samples((9.0, 2.0, 3.0)), 4)
-    assert step_of(forward, backward) == (
+    forward = PhaseTimes(Samples((1.0,) * 3), Samples((8.0,) * 3), Samples((1.0, 9.0, 2.0)), 4)
+    backward = PhaseTimes(Samples((3.0,) * 3), Samples((7.0,) * 3), Samples((9.0, 2.0, 3.0)), 4)
+    assert sum_phases(forward, backward) == (
         Samples((4.0,) * 3), Samples((15.0,) * 3), Samples((10.0, 11.0, 5.0)), 8,
     )  # fmt: skip
 
@@ -84,9 +84,9 @@ def test_verdict_on_the_third_buffer() -> None:
             common = {"phase": STEP, "slots": slots, "chunks": chunks, "spread": float(slots)}
             rows.append({**common, "prefetch": slots - 1, "together": together})
             rows.append({**common, "prefetch": 0, "together": 0.1})  # blocking rings are not compared
-    assert verdict(rows, 2).endswith("third buffer: +10.0% ±3.0% with 1 chunk, -5.0% ±3.0% with 2 chunks")
-    assert verdict(rows, 1).endswith("third buffer: +10.0% with 1 chunk, -5.0% with 2 chunks")
-    assert "not measured" in verdict(rows[:4], 2)
+    assert buffer_verdict(rows, 2).endswith("third buffer: +10.0% ±3.0% with 1 chunk, -5.0% ±3.0% with 2 chunks")
+    assert buffer_verdict(rows, 1).endswith("third buffer: +10.0% with 1 chunk, -5.0% with 2 chunks")
+    assert "not measured" in buffer_verdict(rows[:4], 2)
 
 
 def test_timed_steps_equal_ring_attention_bitwise() -> None:
@@ -95,10 +95,10 @@ def test_timed_steps_equal_ring_attention_bitwise() -> None:
     def run(group: LocalGroup) -> tuple[list[Tensor], list[Tensor]]:
         torch.manual_seed(group.rank())
         with Ring(group, chunks=2) as ring:
-            shard = Shard(SMALL, ring, CPU, revised=lambda own: revised.setdefault(group.rank(), replace(own)))
+            shard = RankPasses(SMALL, ring, CPU, revise_plan=lambda own: revised.setdefault(group.rank(), replace(own)))
             assert shard._plan is revised[group.rank()]
             leaves = [x.detach().requires_grad_() for x in (shard.q, shard.k, shard.v)]
-            out = ring_attention(*leaves, layout=SMALL.held, ring=ring, causal=True)
+            out = ring_attention(*leaves, layout=SMALL.token_layout, ring=ring, causal=True)
             assert isinstance(out, Tensor)
             grads = torch.autograd.grad(out, leaves, shard.dout)
             return [out.detach(), *grads], [shard.out, *shard.run(BACKWARD, TOGETHER)]
@@ -129,7 +129,7 @@ def test_compute_alone_posts_nothing_and_communication_alone_computes_nothing(mo
         rank_of[threading.get_ident()] = rank
         posted = {}
         with Ring(group) as ring:
-            shard = Shard(SMALL, ring, CPU)
+            shard = RankPasses(SMALL, ring, CPU)
             for phase in PHASES:
                 for kind in (TOGETHER, COMPUTE, COMMUNICATION):
                     before = moved[rank], computed[rank]
@@ -152,7 +152,7 @@ def test_compute_alone_posts_nothing_and_communication_alone_computes_nothing(mo
 def test_communication_alone_waits_for_arrivals() -> None:
     # The next pass reuses the slots.
     arrived = Mock(return_value=())
-    runs.Nothing().dkdv(accum=arrived)
+    measure.IdleBackend().dkdv(accum=arrived)
     arrived.assert_called_once_with()
 
 
@@ -161,7 +161,7 @@ def test_overlap_of_real_processes(tmp_path: Path) -> None:
     flags = "--tokens 64 --heads 4 --kv-heads 2 --head-dim 16 --repeats 2 --slots 1,2 --prefetch 0,1"
     ran = CliRunner().invoke(cli.app, ["bench", "overlap", *flags.split(), "--json", str(target)])
     assert ran.exit_code == 0, ran.output
-    result = read(target)
+    result = read_result(target)
     settings = [(row["slots"], row["prefetch"], row["chunks"]) for row in result.rows if row["phase"] == STEP]
     assert settings == [(s, p, c) for c in (1, 2) for s, p in ((1, 0), (2, 0), (2, 1))]
     assert all(row["bound"] > row["compute"] > 0 and row["communication"] > 0 for row in result.rows)
@@ -178,7 +178,7 @@ def measured(config: OverlapConfig, seconds: float) -> list[Any]:
     """
     ends = time.monotonic() + seconds
     while True:
-        result: Result = spawn(2, runs.measure, config)
+        result: Result = run_process_group(2, measure.measure_overlap, config)
         print(result.text(300))
         ahead, blocking = (row for row in result.rows if row["phase"] == STEP)
         assert (ahead["prefetch"], blocking["prefetch"]) == (1, 0)
@@ -202,6 +202,6 @@ def test_prefetch_hides_communication_that_prefetch_0_exposes() -> None:
 
 def test_more_overlap_than_there_is_to_hide_is_flagged() -> None:
     row = {"phase": "forward", "slots": 3, "prefetch": 2, "chunks": 1, "overlap": 104.0}
-    assert runs.unlikely([row]) == []
-    (note,) = runs.unlikely([row, row | {"overlap": 169.0}, row | {"overlap": 120.0}])
+    assert measure.unlikely_notes([row]) == []
+    (note,) = measure.unlikely_notes([row, row | {"overlap": 169.0}, row | {"overlap": 120.0}])
     assert "1 chunk (169%) and 1 more" in note and "busy" in note

@@ -11,27 +11,27 @@ import pytest
 import torch
 
 from ringattn import Layout
-from ringattn.bench.predict.alternatives import exchange_seconds, exchanged, ways
-from ringattn.bench.predict.call import Call, area_of
-from ringattn.bench.predict.clock import run, slowed
-from ringattn.bench.predict.crossover import check_memory, percent_of_ideal, straggling, tokens_needed
-from ringattn.bench.predict.inputs import Inputs
-from ringattn.bench.predict.links import PRESETS, Link, Links
-from ringattn.bench.predict.program import COMPUTE, INSIDE, PASSES, Op, Program, record
-from ringattn.bench.predict.ring import ideal_seconds, predicted
+from ringattn.bench.predict.alternatives import exchange_seconds, predict_alternatives, ulysses_passes
+from ringattn.bench.predict.crossover import check_memory, percent_of_ideal, straggler_seconds, tokens_needed
+from ringattn.bench.predict.inputs import PredictionInputs
+from ringattn.bench.predict.links import PRESETS, ClusterLinks, LinkSpeed
+from ringattn.bench.predict.predicted_call import PredictedCall, bounds_area
+from ringattn.bench.predict.program import COMPUTE, INSIDE, PASSES, Op, Program, record_program
+from ringattn.bench.predict.ring_time import ideal_seconds, predict_passes
+from ringattn.bench.predict.simulator import run_programs, slow_launches
 from ringattn.bench.predict.speed import DKDV, DQ, DRAWS, FOLD, TILE_ROWS, Perturbation, Speed, gpu_speed
-from ringattn.bench.predict.timelines import timeline
+from ringattn.bench.predict.timelines import predicted_timeline
 from ringattn.kernels import Bounds
 from ringattn.ring import Mask
-from ringattn.ring.buffers import Key, Kind
+from ringattn.ring.buffers import PostKey, TransferKind
 from ringattn.ring.schedule.layout import Documents
 from ringattn.ring.schedule.mask import BlockMask, bigbird, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
 
-LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
+LINKS = ClusterLinks(PRESETS["nvlink4"], PRESETS["ib400"])
 H100 = gpu_speed("h100")
-INPUTS = Inputs(H100, LINKS)
-SMALL = Call(tokens=16, world=4, heads=4, kv_heads=2, head_dim=8)
+INPUTS = PredictionInputs(H100, LINKS)
+SMALL = PredictedCall(tokens=16, world=4, heads=4, kv_heads=2, head_dim=8)
 CAUSAL = Mask(causal=True)
 FORWARD = ("forward",)
 
@@ -46,13 +46,13 @@ class Steady(Speed):
 STEADY = Steady("steady", 1.0, 1.0, H100.memory, H100.multiprocessors, H100.capacity, beside=0.0, host=0.0)
 
 
-def seconds(call: Call, links: Links, speed: Speed = STEADY) -> tuple[float, ...]:
-    return tuple(simulated.seconds for simulated in predicted(call, speed, links))
+def seconds(call: PredictedCall, links: ClusterLinks, speed: Speed = STEADY) -> tuple[float, ...]:
+    return tuple(simulated.seconds for simulated in predict_passes(call, speed, links))
 
 
-def late(inside: float, between: float | None = None) -> Links:
+def late(inside: float, between: float | None = None) -> ClusterLinks:
     """Return links with a latency and unlimited rate."""
-    return Links(Link(1e30, inside), Link(1e30, inside if between is None else between))
+    return ClusterLinks(LinkSpeed(1e30, inside), LinkSpeed(1e30, inside if between is None else between))
 
 
 OWN = Layout([[(0, 8), (48, 16)], [(8, 16)], [(32, 16)], [(24, 8)]])
@@ -65,42 +65,46 @@ OWN = Layout([[(0, 8), (48, 16)], [(8, 16)], [(32, 16)], [(24, 8)]])
 ])  # fmt: skip
 def test_programs_send_the_bytes_of_the_schedule(layout: Any, mask: Mask, nodes: int) -> None:
     call = replace(SMALL, layout=layout, mask=mask, nodes=nodes)
-    plans = schedule(call.held, mask, topology=call.topology)
+    plans = schedule(call.token_layout, mask, topology=call.topology)
     per_token = 2 * call.kv_heads * call.head_dim
     for phase, dkv in zip(PASSES, (0, 4 * per_token), strict=True):
         for plan in call.plans():
-            ops = record(call, plan, phase, tokens=call.held.lengths[plan.rank]).ops
+            ops = record_program(call, plan, phase, tokens=call.token_layout.lengths[plan.rank]).ops
             sent = sum(nbytes for op in ops for _, nbytes in op.sends)
             assert sent == plans.bytes(2 * per_token, dkv)[plan.rank]
             launched = [op.hop for op in ops if op.what in (FOLD, DKDV)]
             # dK/dV of the local shard are written even if no local query sees it.
             assert {*launched} - {0} == {hop.index for hop in plan.hops if hop.computes} - {0}
     assert call.memory()
-    predicted(call, H100, LINKS)  # every send has a receive, and no rank waits forever
+    predict_passes(call, H100, LINKS)  # every send has a receive, and no rank waits forever
 
 
 @pytest.mark.parametrize(("layout", "world", "nodes"), [("zigzag", 4, 2), ("striped", 3, 1), ("contiguous", 4, 1)])
 def test_plain_plans_match_looked_up_plans(layout: str, world: int, nodes: int) -> None:
     # Plain plans look up no bounds, because the owner of a shard determines what a launch sees.
-    call = Call(512, world, layout, nodes=nodes)
+    call = PredictedCall(512, world, layout, nodes=nodes)
     looked_up = replace(call, mask=Mask(causal=True, prefix=1)).plans()  # sees the same pairs, but is not plain
     for plan, expected in zip(call.plans(), looked_up, strict=True):
         for name in ("hops", "dkv_returns", "kv_slots", "dkv_slots", "last", "lengths"):
             assert getattr(plan, name) == getattr(expected, name)
         for hop in plan.hops:
             if hop.computes:
-                area = call.plain_area((hop.shard > plan.rank) - (hop.shard < plan.rank), 512)
-                assert area == area_of(expected.hop_masks[hop.index][0].bounds, 512, 512)
-                pairs = visible_pairs(CAUSAL, call.held.positions(plan.rank), call.held.positions(hop.shard))
+                area = call.plain_launch_area((hop.shard > plan.rank) - (hop.shard < plan.rank), 512)
+                assert area == bounds_area(expected.hop_masks[hop.index][0].bounds, 512, 512)
+                pairs = visible_pairs(
+                    CAUSAL, call.token_layout.positions(plan.rank), call.token_layout.positions(hop.shard)
+                )
                 assert area.pairs == pairs
 
 
 def test_areas_of_a_block_mask_count_its_pairs() -> None:
-    call = Call(512, 2, "contiguous", Mask(blocks=bigbird(1024, 128, window=3, global_=1, random=1)))
+    call = PredictedCall(512, 2, "contiguous", Mask(blocks=bigbird(1024, 128, window=3, global_=1, random=1)))
     for plan in call.plans():
         for hop in plan.hops:
-            pairs = visible_pairs(call.mask, call.held.positions(plan.rank), call.held.positions(hop.shard))
-            assert sum(area_of(hop_mask.bounds, 512, 512).pairs for hop_mask in plan.hop_masks[hop.index]) == pairs
+            pairs = visible_pairs(
+                call.mask, call.token_layout.positions(plan.rank), call.token_layout.positions(hop.shard)
+            )
+            assert sum(bounds_area(hop_mask.bounds, 512, 512).pairs for hop_mask in plan.hop_masks[hop.index]) == pairs
     assert call.mask.blocks is not None
     assert call.areas()[0].pairs == pytest.approx(float(call.mask.blocks.visible.float().mean()) * 1024**2)
 
@@ -110,18 +114,18 @@ def test_exposed_communication_by_hand() -> None:
     assert seconds(SMALL, late(0.4))[0] == pytest.approx(4)
     assert seconds(SMALL, late(0.2))[1] == pytest.approx(4)  # K/V and dK/dV alternate on one stream
     assert seconds(SMALL, late(0.7))[1] > 4.2
-    forward = predicted(SMALL, STEADY, late(10.0))[0]
+    forward = predict_passes(SMALL, STEADY, late(10.0))[0]
     assert forward.seconds == pytest.approx(3 * 10 + 1) and forward.exposed == pytest.approx(forward.seconds - 4)
     assert forward.worst == pytest.approx(9)  # the local shard's launch hides 1 s of the first transfer
-    (last,) = predicted(replace(SMALL, layout="contiguous"), STEADY, late(10.0), phases=FORWARD)
+    (last,) = predict_passes(replace(SMALL, layout="contiguous"), STEADY, late(10.0), phases=FORWARD)
     assert last.exposed == pytest.approx(27)  # of the rank that finishes last; the first rank waits for no one
-    links, call = Links(Link(1e9, 0.0), Link(1e9, 0.0)), replace(SMALL, tokens=4096, kv_heads=4)
+    links, call = ClusterLinks(LinkSpeed(1e9, 0.0), LinkSpeed(1e9, 0.0)), replace(SMALL, tokens=4096, kv_heads=4)
     assert seconds(replace(call, chunks=4), links, H100)[0] < seconds(call, links, H100)[0]
 
 
 def test_gradients_wait_behind_prefetched_keys() -> None:
     # Transfers run in posting order. Each further slot lets one more group of K/V pass before the first dK/dV.
-    call = Call(2048, 8, kv_heads=32)
+    call = PredictedCall(2048, 8, kv_heads=32)
     times = [seconds(replace(call, slots=slots), LINKS, replace(H100, host=0.0))[1] for slots in (2, 3, 4, 7)]
     assert times == sorted(times) and times[-1] > 1.1 * times[0]
 
@@ -134,10 +138,10 @@ def test_rail_transfers_are_hidden_behind_an_outer_step() -> None:
 
 
 def test_concurrent_senders_share_nics() -> None:
-    links = Links(Link(1e30, 0.0), Link(4e9, 1e-3), nics=2)
+    links = ClusterLinks(LinkSpeed(1e30, 0.0), LinkSpeed(4e9, 1e-3), nics=2)
     assert [links.far(senders).rate for senders in (1, 2, 4, 8)] == [4e9, 4e9, 2e9, 1e9]
     assert links.beside(4).far(1).rate == 2e9 and links.far(8).latency == 1e-3
-    call = Call(1024, 16, nodes=2, kv_heads=8)
+    call = PredictedCall(1024, 16, nodes=2, kv_heads=8)
     for ring, factor in ((call, 1.2), (replace(call, two_level=False), 1.0)):
         few, many = (seconds(ring, replace(LINKS, nics=nics), H100)[0] for nics in (1, None))
         assert few >= factor * many and (factor > 1 or few == many)
@@ -146,39 +150,41 @@ def test_concurrent_senders_share_nics() -> None:
 @pytest.mark.parametrize("behind", [0, 1])
 def test_a_message_waits_for_both_ends(behind: int) -> None:
     # One rank posts after a launch of 2 s, and the transfer takes 1 s, whichever rank is late.
-    key = Key("forward", 0, Kind.KV, 1, 0)
+    key = PostKey("forward", 0, TransferKind.KV, 1, 0)
     groups: list[Any] = [{"sends": ((1, 8),)}, {"receives": ((0, 8),)}]
     programs, costs = [], []
     for rank, messages in enumerate(groups):
         launch = Op(COMPUTE, FOLD, 0, 0, ())
         programs.append(Program(rank, "forward", (launch, Op(INSIDE, "K/V", 0, 0, (0,), key=key, **messages))))
         costs.append([2.0 if rank == behind else 0.0, 0.0])
-    assert [track.seconds for track in run(programs, costs, lambda a, b, nbytes: 1.0)] == [3.0, 3.0]
-    issued = run(programs, costs, lambda a, b, nbytes: 1.0, host=lambda op: 4.0)
+    assert [track.seconds for track in run_programs(programs, costs, lambda a, b, nbytes: 1.0)] == [3.0, 3.0]
+    issued = run_programs(programs, costs, lambda a, b, nbytes: 1.0, host=lambda op: 4.0)
     assert [track.seconds for track in issued] == [9.0, 9.0]  # the host issues the second operation after 8 s
     with pytest.raises(ValueError, match="wait for each other forever"):
-        run(programs[:1], costs[:1], lambda a, b, nbytes: 0.0)
+        run_programs(programs[:1], costs[:1], lambda a, b, nbytes: 0.0)
 
 
 def test_transfers_slow_concurrent_launches() -> None:
     # Transfers of 6 s take 0.1 of the speed of the three launches of 1.8 s beside them.
     ops = (Op(INSIDE, "K/V", 0, 0, ()), *(Op(COMPUTE, FOLD, hop, 0, ()) for hop in range(4)))
     program = Program(0, "forward", ops)
-    times = slowed(program, [0.0, *[np.array([1.8, 6.0])] * 4], [np.array([6.0, 1.0])] + [0.0] * 4, 0.1)
+    times = slow_launches(program, [0.0, *[np.array([1.8, 6.0])] * 4], [np.array([6.0, 1.0])] + [0.0] * 4, 0.1)
     assert [time.tolist() for time in times[1:]] == [[2.0, 6.1], [2.0, 6.0], [2.0, 6.0], [1.8, 6.0]]
-    call = Call(8192, 8, kv_heads=32)
+    call = PredictedCall(8192, 8, kv_heads=32)
     few, more = (seconds(replace(call, slots=slots), LINKS, replace(H100, host=0.0))[0] for slots in (2, 8))
     assert few == pytest.approx(more, rel=1e-3)  # early posts do not change the bytes that overlap with launches
 
 
 @pytest.mark.parametrize("call", [
-    Call(2048, 34, kv_heads=8), Call(1024, 36, "striped", Mask(), kv_heads=8, nodes=9),
-    Call(1024, 36, kv_heads=8, nodes=9, two_level=False, chunks=2),
-    Call(2048, 36, nodes=2, kv_heads=8, wire_dtype="bfloat16", dtype="float32"),
+    PredictedCall(2048, 34, kv_heads=8), PredictedCall(1024, 36, "striped", Mask(), kv_heads=8, nodes=9),
+    PredictedCall(1024, 36, kv_heads=8, nodes=9, two_level=False, chunks=2),
+    PredictedCall(2048, 36, nodes=2, kv_heads=8, wire_dtype="bfloat16", dtype="float32"),
 ], ids=lambda call: f"{call.layout}-{call.world}-{call.nodes}")  # fmt: skip
-def test_extrapolated_rings_match_the_simulation(call: Call) -> None:
+def test_extrapolated_rings_match_the_simulation(call: PredictedCall) -> None:
     # A large ring is extrapolated from two small rings and compared with a full simulation.
-    for line, simulated in zip(predicted(call, H100, LINKS), predicted(call, H100, LINKS, simulated=True), strict=True):
+    for line, simulated in zip(
+        predict_passes(call, H100, LINKS), predict_passes(call, H100, LINKS, simulated=True), strict=True
+    ):
         assert not line.tracks and len(simulated.tracks) == call.world
         assert (line.seconds, line.exposed) == pytest.approx(
             (simulated.seconds, simulated.exposed), rel=1e-9, abs=1e-12
@@ -188,54 +194,58 @@ def test_extrapolated_rings_match_the_simulation(call: Call) -> None:
 
 def test_worst_hop_grows_with_contiguous_shards_over_nodes() -> None:
     # Only here the worst hop depends on the size: the last rank's gradients wait for one more node.
-    call = Call(1024, 40, "contiguous", kv_heads=8, nodes=10, two_level=False)
-    line, simulated = (predicted(call, H100, LINKS, phases=PASSES[1:], simulated=whole)[0] for whole in (False, True))
+    call = PredictedCall(1024, 40, "contiguous", kv_heads=8, nodes=10, two_level=False)
+    line, simulated = (
+        predict_passes(call, H100, LINKS, phases=PASSES[1:], simulated=whole)[0] for whole in (False, True)
+    )
     assert line.seconds == pytest.approx(simulated.seconds, rel=1e-9)
     assert line.worst == pytest.approx(simulated.worst, rel=0.02)
 
 
 def test_an_array_of_lengths_matches_single_calls() -> None:
-    batched = predicted(Call(8192, 40, kv_heads=8), H100, LINKS, tokens=np.array([1024.0, 4096.0]))
-    single = [predicted(Call(tokens, 40, kv_heads=8), H100, LINKS) for tokens in (1024, 4096)]
+    batched = predict_passes(PredictedCall(8192, 40, kv_heads=8), H100, LINKS, tokens=np.array([1024.0, 4096.0]))
+    single = [predict_passes(PredictedCall(tokens, 40, kv_heads=8), H100, LINKS) for tokens in (1024, 4096)]
     for batch, *alone in zip(batched, *single, strict=True):
         assert batch.seconds.tolist() == pytest.approx([other.seconds for other in alone])
         assert batch.exposed.tolist() == pytest.approx([other.exposed for other in alone])
 
 
 def test_tokens_for_ninety_percent() -> None:
-    call = Call(8192, 40, kv_heads=8)
+    call = PredictedCall(8192, 40, kv_heads=8)
     needed = tokens_needed(call, INPUTS)
     assert needed is not None and percent_of_ideal(call, INPUTS, np.array([float(needed)])) >= 90
     assert percent_of_ideal(call, INPUTS, np.array([needed * 0.9])) < 90
-    slow = Inputs(H100, Links(Link(5e9, 0.0), Link(5e9, 0.0)), phases=FORWARD)
+    slow = PredictionInputs(H100, ClusterLinks(LinkSpeed(5e9, 0.0), LinkSpeed(5e9, 0.0)), phases=FORWARD)
     assert (tokens_needed(call, slow) or 0) > needed
     # at any length half of the hops wait for the last rank
     assert tokens_needed(replace(call, layout="contiguous"), INPUTS) is None
 
 
 def test_ideal_is_one_device_with_all_the_work() -> None:
-    call = Call(8192, 4)
-    assert ideal_seconds(call, H100, "forward") == pytest.approx(ideal_seconds(Call(32768, 1), H100, "forward") / 4)
+    call = PredictedCall(8192, 4)
+    assert ideal_seconds(call, H100, "forward") == pytest.approx(
+        ideal_seconds(PredictedCall(32768, 1), H100, "forward") / 4
+    )
     masks = Mask(window=(64, 64)), Mask(window=(64, 64), global_tokens=((0, 256),)), Mask()
-    times = [ideal_seconds(Call(1 << 12, 2, "contiguous", mask), H100, "forward") for mask in masks]
+    times = [ideal_seconds(PredictedCall(1 << 12, 2, "contiguous", mask), H100, "forward") for mask in masks]
     assert times == sorted(times) and times[1] > 1.2 * times[0]
 
 
 def test_memory_does_not_grow_with_the_ring() -> None:
-    assert Call(8192, 8).memory() == Call(8192, 4096).memory()
+    assert PredictedCall(8192, 8).memory() == PredictedCall(8192, 4096).memory()
     with pytest.raises(ValueError, match="the GPU has 1 GB: at most") as refused:
-        check_memory(Call(16384, 8), 1e9)
+        check_memory(PredictedCall(16384, 8), 1e9)
     most = int(str(refused.value).split()[-2].replace(",", ""))
-    check_memory(Call(most, 8), 1e9)
+    check_memory(PredictedCall(most, 8), 1e9)
     with pytest.raises(ValueError, match=f"at most {most:,} fit"):
-        check_memory(Call(most + 2, 8), 1e9)
+        check_memory(PredictedCall(most + 2, 8), 1e9)
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True, window=(300, 0))])
 def test_timelines_list_every_event(mask: Mask) -> None:
     call = replace(SMALL, tokens=256, mask=mask, nodes=2)
-    passes = predicted(call, H100, LINKS)
-    line = timeline("a ring", passes, call)
+    passes = predict_passes(call, H100, LINKS)
+    line = predicted_timeline("a ring", passes, call)
     assert line.seconds == pytest.approx(sum(each.seconds for each in passes))
     for rank in range(4):
         for lane in ("compute", "slot 0", "slot 1", "slot 2"):
@@ -247,72 +257,75 @@ def test_timelines_list_every_event(mask: Mask) -> None:
 
 
 def test_jitter_draws_many_runs() -> None:
-    call, jitter = Call(4096, 8, kv_heads=8), Perturbation(jitter=0.1)
+    call, jitter = PredictedCall(4096, 8, kv_heads=8), Perturbation(jitter=0.1)
     none, some, again = (
-        predicted(call, H100, LINKS, luck, phases=FORWARD)[0] for luck in (Perturbation(), jitter, jitter)
+        predict_passes(call, H100, LINKS, luck, phases=FORWARD)[0] for luck in (Perturbation(), jitter, jitter)
     )
     assert some.seconds.shape == some.exposed.shape == (DRAWS,) and 0 < some.seconds.std() < 0.1 * none.seconds
     assert some.seconds.mean() > none.seconds * np.exp(0.1**2 / 2)
     assert np.array_equal(some.seconds, again.seconds)
-    draws = np.log(np.concatenate([jitter.factors(rank, phase, 500) for rank in (0, 1) for phase in PASSES]))
+    draws = np.log(np.concatenate([jitter.launch_factors(rank, phase, 500) for rank in (0, 1) for phase in PASSES]))
     assert draws.mean() == pytest.approx(0, abs=4e-3) and draws.std() == pytest.approx(0.1, rel=0.05)
     assert abs(np.corrcoef(draws.reshape(4, -1))[np.triu_indices(4, 1)]).max() < 0.05
 
 
 def test_balanced_shards_compensate_for_a_slow_rank() -> None:
     inputs = replace(INPUTS, perturbation=Perturbation({1: 2.0}), phases=FORWARD)
-    even, slow, balanced = straggling(Call(256, 8, kv_heads=8), inputs)
+    even, slow, balanced = straggler_seconds(PredictedCall(256, 8, kv_heads=8), inputs)
     assert even < balanced < slow and balanced < 1.25 * 8 / 7.5 * even
-    even, same, _ = straggling(Call(256, 8), replace(inputs, perturbation=Perturbation(jitter=0.2)))
+    even, same, _ = straggler_seconds(PredictedCall(256, 8), replace(inputs, perturbation=Perturbation(jitter=0.2)))
     assert even == same  # jitter affects even and balanced shards alike
 
 
 @pytest.mark.parametrize(("call", "names"), [
-    (Call(2048, 16, nodes=8, kv_heads=16, slots=1), {
+    (PredictedCall(2048, 16, nodes=8, kv_heads=16, slots=1), {
         "flat ring", "two-level ring", "baseline ring", "all-gather of K/V", "Ulysses 2 x ring 8",
         "Ulysses 4 x ring 4", "Ulysses 8 x ring 2", "Ulysses 16 x ring 1",
     }),
-    (Call(2048, 12, heads=12, kv_heads=6), {
+    (PredictedCall(2048, 12, heads=12, kv_heads=6), {
         "flat ring", "baseline ring", "all-gather of K/V", "Ulysses 2 x ring 6", "Ulysses 3 x ring 4",
         "Ulysses 6 x ring 2", "Ulysses 12 x ring 1",
     }),
-    (Call(2048, 4, mask=Mask(causal=True, window=(64, 0)), nodes=2), {"flat ring", "two-level ring"}),
+    (PredictedCall(2048, 4, mask=Mask(causal=True, window=(64, 0)), nodes=2), {"flat ring", "two-level ring"}),
 ])  # fmt: skip
-def test_ways_are_ordered_by_time(call: Call, names: set[str]) -> None:
-    results = ways(call, replace(INPUTS, phases=FORWARD))
+def test_ways_are_ordered_by_time(call: PredictedCall, names: set[str]) -> None:
+    results = predict_alternatives(call, replace(INPUTS, phases=FORWARD))
     assert {way.name for way in results} == names
     assert [way.seconds for way in results] == sorted(way.seconds for way in results)
 
 
 def test_exchanges_across_nodes_use_the_slow_link() -> None:
     # A launch takes 1 s and a message between nodes 10 s: one exchange for q, k and v, one for out, and the ring's hop.
-    inputs = Inputs(replace(STEADY, memory=1e30), late(0.0, 10.0), phases=FORWARD)
-    call = Call(64, 8, nodes=4, kv_heads=4)
+    inputs = PredictionInputs(replace(STEADY, memory=1e30), late(0.0, 10.0), phases=FORWARD)
+    call = PredictedCall(64, 8, nodes=4, kv_heads=4)
     assert exchange_seconds(call, 4, inputs) == pytest.approx(2 * 10)
-    assert exchanged(call, 4, inputs)[0].seconds == pytest.approx(2 * 10 + 10 + 1)
+    assert ulysses_passes(call, 4, inputs)[0].seconds == pytest.approx(2 * 10 + 10 + 1)
     # the exchange stays inside a node
-    assert exchanged(call, 2, inputs)[0].seconds == pytest.approx(3 * 10 + 1, abs=1e-3)
-    by_rate = [Inputs(inputs.speed, Links(Link(1e9, 0.0, "", rate), Link(1e9, 0.0))) for rate in (None, 0.5e9)]
+    assert ulysses_passes(call, 2, inputs)[0].seconds == pytest.approx(3 * 10 + 1, abs=1e-3)
+    by_rate = [
+        PredictionInputs(inputs.speed, ClusterLinks(LinkSpeed(1e9, 0.0, "", rate), LinkSpeed(1e9, 0.0)))
+        for rate in (None, 0.5e9)
+    ]
     moved = 64 * 128 * 2 * (2 * 32 + 2 * 4) / 2  # half of q, k, v and out stays on its rank
     assert [exchange_seconds(call, 2, links) for links in by_rate] == pytest.approx([moved / 1e9, moved / 0.5e9])
 
 
 def test_a_backward_exchanges_as_much_as_its_forward() -> None:
     # The backward sends dout, dq, dk and dv, which have the sizes of out, q, k and v.
-    call, inputs = Call(64, 4, kv_heads=4), Inputs(replace(STEADY, memory=1e30), late(10.0))
-    assert [step.exposed for step in exchanged(call, 4, inputs)] == pytest.approx([20, 20])
+    call, inputs = PredictedCall(64, 4, kv_heads=4), PredictionInputs(replace(STEADY, memory=1e30), late(10.0))
+    assert [step.exposed for step in ulysses_passes(call, 4, inputs)] == pytest.approx([20, 20])
 
 
 def test_key_heads_are_repeated_if_ranks_outnumber_them() -> None:
-    call = Call(8192, 8, heads=8, kv_heads=2)
-    names = {way.name: way for way in ways(call, INPUTS)}
+    call = PredictedCall(8192, 8, heads=8, kv_heads=2)
+    names = {way.name: way for way in predict_alternatives(call, INPUTS)}
     assert {name for name in names if name.startswith("Ulysses")} == {
         "Ulysses 2 x ring 4", "Ulysses 4 x ring 2", "Ulysses 8 x ring 1"
     }  # fmt: skip
     assert names["Ulysses 8 x ring 1"].note == "8 ranks exchange heads, key heads 4 times"
     full = replace(call, kv_heads=8)
     assert exchange_seconds(call, 8, INPUTS) == exchange_seconds(full, 8, INPUTS) > exchange_seconds(call, 2, INPUTS)
-    memory = [way.memory for way in ways(full, INPUTS) if way.name == "Ulysses 8 x ring 1"]
+    memory = [way.memory for way in predict_alternatives(full, INPUTS) if way.name == "Ulysses 8 x ring 1"]
     inputs_and_results = 4 * 8192 * 6 * 128 * 2  # six heads in 16 bits
     assert memory == [names["Ulysses 8 x ring 1"].memory + inputs_and_results]
 
@@ -320,21 +333,23 @@ def test_key_heads_are_repeated_if_ranks_outnumber_them() -> None:
 @pytest.mark.parametrize("perturbation", [Perturbation({3: 2.0}), Perturbation({3: 2.0}, 0.2)], ids=["slow", "both"])
 def test_every_way_has_the_same_perturbation(perturbation: Perturbation) -> None:
     # Collectives take as long as the slowest rank, exchanges of heads as long as the slowest rank of their group.
-    call = Call(8192, 8, kv_heads=8)
-    with_it, without = ({way.name: way for way in ways(call, replace(INPUTS, perturbation=given_perturbation))}
+    call = PredictedCall(8192, 8, kv_heads=8)
+    with_it, without = ({way.name: way for way in predict_alternatives(call, replace(INPUTS, perturbation=given_perturbation))}
                         for given_perturbation in (perturbation, Perturbation()))  # fmt: skip
     for name, way in with_it.items():
         exposed = sum(each.exposed for each in without[name].passes)
         assert way.seconds > 1.7 * (without[name].seconds - exposed)
-    assert Perturbation({56: 2.0, 57: 1.5}).grouped(8).slow == Perturbation({63: 2.0}).grouped(8).slow == {7: 2.0}
+    assert (
+        Perturbation({56: 2.0, 57: 1.5}).group_ranks(8).slow == Perturbation({63: 2.0}).group_ranks(8).slow == {7: 2.0}
+    )
 
 
 def test_ways_that_do_not_fit_come_last() -> None:
-    call, inputs = Call(8192, 32, nodes=4, kv_heads=4), replace(INPUTS, phases=FORWARD)
-    by_name = {way.name: way for way in ways(call, inputs)}
+    call, inputs = PredictedCall(8192, 32, nodes=4, kv_heads=4), replace(INPUTS, phases=FORWARD)
+    by_name = {way.name: way for way in predict_alternatives(call, inputs)}
     exactly = by_name["all-gather of K/V"].memory
-    assert all(way.passes for way in ways(call, inputs, capacity=exactly) if way.memory <= exactly)
-    *fitting, gathered = ways(call, inputs, capacity=exactly - 1)
+    assert all(way.passes for way in predict_alternatives(call, inputs, capacity=exactly) if way.memory <= exactly)
+    *fitting, gathered = predict_alternatives(call, inputs, capacity=exactly - 1)
     assert gathered.name == "all-gather of K/V" and gathered.note.startswith("does not fit: needs 956 MB")
     assert not gathered.passes and fitting == [way for way in by_name.values() if way.name != gathered.name]
 
@@ -345,5 +360,5 @@ def test_a_tile_with_the_last_visible_row_is_an_edge(sees_first: bool) -> None:
     visible = (rows < TILE_ROWS + 5) == sees_first
     lo = torch.where(visible | (not sees_first), 0, 9).int()
     hi = torch.where(visible | sees_first, 9, 0).int()
-    area = area_of(Bounds(lo, hi), len(rows), 9)
+    area = bounds_area(Bounds(lo, hi), len(rows), 9)
     assert (area.pairs, area.edges) == (9 * int(visible.sum()), TILE_ROWS)

@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
-from ringattn.bench.common.result import Result, read
+from ringattn.bench.common.result import Result, read_result
 from ringattn.bench.kernels.speed import UNITS
-from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.inputs import measured
-from ringattn.bench.predict.links import link_of
-from ringattn.bench.predict.speed import DKDV, DQ, FOLD, gpu_speed, whole
+from ringattn.bench.predict.inputs import speed_from_file
+from ringattn.bench.predict.links import parse_link
+from ringattn.bench.predict.predicted_call import PredictedCall
+from ringattn.bench.predict.speed import DKDV, DQ, FOLD, full_area, gpu_speed
 from ringattn.bench.timeline.events import from_chrome
 from ringattn.ring import Mask
 
@@ -96,7 +96,7 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
     flags = ["--gpus", "4", "--nodes", "2", "--kv-heads", "8", "--gpu", "a800", "--nics", "1", "--slow", "2=1.25"]
     done = invoke(*flags, *files)
     assert done.exit_code == 0, done.output
-    result = read(target)
+    result = read_result(target)
     first, second, *_ = done.output.splitlines()
     assert re.fullmatch(r".+: \d+% of ideal", first) and result.notes[-1] == f"best: {first}"
     assert second.startswith("8,192 tokens on each of 4 A800 on 2 nodes, B1, zigzag, causal")
@@ -110,7 +110,7 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
     assert [row["way"] for row in csv.DictReader(rows.read_text().splitlines())] == [row["way"] for row in result.rows]
     for row in result.rows:
         assert row["TFLOP/s"] * (row["fwd"] + row["bwd"]) == pytest.approx(
-            1e-9 * 3.5 * 4 * 128 * 32 * whole(4 * 8192, causal=True).pairs / 4
+            1e-9 * 3.5 * 4 * 128 * 32 * full_area(4 * 8192, causal=True).pairs / 4
         )
         assert 0 < row["worst hop"] <= row["exposed"] * (1 + 1e-9) and row["exposed"] < row["fwd"] + row["bwd"]
     assert from_chrome(json.loads(trace.read_text())).world == 4
@@ -168,7 +168,7 @@ def test_presets_ignore_case(gpu: str, peak: int) -> None:
 )  # fmt: skip
 def test_the_gpu_of_a_file_is_found_by_name(name: str, base: str, tmp_path: Path) -> None:
     about = {"name": name, "multiprocessors": 7, "memory_gib": 8.0}
-    speed, _ = measured(result_file(tmp_path, ROWS, gpu=about), Call(16384, 8), None)
+    speed, _ = speed_from_file(result_file(tmp_path, ROWS, gpu=about), PredictedCall(16384, 8), None)
     assert (speed.name, speed.link, speed.memory) == (name, gpu_speed(base).link, gpu_speed(base).memory)
 
 
@@ -214,7 +214,7 @@ def test_the_example_of_the_faq() -> None:
         assert table[exposed] == [pytest.approx(row["exposed"], abs=0.005) for row in rows[name]]
         assert table[memory] == [pytest.approx(row["memory"], abs=0.05) for row in rows[name]]
     ranks, tokens, width, bandwidth, flops = 8, 125_000, 4096, 200e9, 560e12
-    call = Call(tokens, ranks, heads=32, kv_heads=32)
+    call = PredictedCall(tokens, ranks, heads=32, kv_heads=32)
     gathered = ranks * tokens * width * 4
     slots = call.memory(backward=False)["K/V slots"]
     assert table["K and V on a GPU"] == [pytest.approx(word / 1e9, abs=0.05) for word in (gathered, slots)]
@@ -277,26 +277,28 @@ def result_file(folder: Path, rows: list[dict[str, Any]], **provenance: Any) -> 
 
 
 @pytest.mark.parametrize(("call", "rate"), [
-    (Call(8192, 8), 400), (Call(131072, 8), 500), (Call(8192, 8, head_dim=64), 350),  # head dim before length
-    (Call(8192, 8, mask=Mask()), 510), (Call(8192, 8, dtype="float32"), 120),  # mask before length
+    (PredictedCall(8192, 8), 400), (PredictedCall(131072, 8), 500), (PredictedCall(8192, 8, head_dim=64), 350),  # head dim before length
+    (PredictedCall(8192, 8, mask=Mask()), 510), (PredictedCall(8192, 8, dtype="float32"), 120),  # mask before length
 ])  # fmt: skip
-def test_the_nearest_row_of_a_file_is_used(call: Call, rate: float, tmp_path: Path) -> None:
+def test_the_nearest_row_of_a_file_is_used(call: PredictedCall, rate: float, tmp_path: Path) -> None:
     assert {*ROWS[0]} < {*UNITS}  # `bench kernels` writes these columns
     for rows in (ROWS, ROWS[::-1]):
-        _, (_, forward, *_) = measured(result_file(tmp_path, rows, gpu=GPU), call, None)
+        _, (_, forward, *_) = speed_from_file(result_file(tmp_path, rows, gpu=GPU), call, None)
         assert forward.startswith(f"forward {rate} TFLOP/s of {call.dtype}")
 
 
 def test_a_launch_takes_the_time_of_its_row(tmp_path: Path) -> None:
-    call, area = Call(16384, 8, heads=16, kv_heads=16), whole(16384, causal=True)
-    speed, lines = measured(result_file(tmp_path, ROWS, gpu=GPU), call, None)
+    call, area = PredictedCall(16384, 8, heads=16, kv_heads=16), full_area(16384, causal=True)
+    speed, lines = speed_from_file(result_file(tmp_path, ROWS, gpu=GPU), call, None)
     assert len(lines) == 3 and "NVIDIA H200" in lines[0]
     flops = 4 * 128 * 16 * area.pairs
     first, later = (speed.seconds(FOLD, area, call, hop=hop) for hop in (0, 1))
     assert flops / first == pytest.approx(500e12)
-    assert later - first == pytest.approx(speed.moved((4 + 4) * 16384 * 16 * 128))  # the state is read and written
+    assert later - first == pytest.approx(
+        speed.memory_seconds((4 + 4) * 16384 * 16 * 128)
+    )  # the state is read and written
     # The rate covers the products. The accumulators of the second kernel belong to the ring and are added.
-    products = speed.launch + speed.products(area, call, backward=True)
+    products = speed.launch + speed.product_seconds(area, call, backward=True)
     assert 2.5 * flops / products == pytest.approx(300e12)
     assert sum(speed.seconds(launch, area, call, hop=1) for launch in (DQ, DKDV)) > products
     assert (speed.name, speed.multiprocessors, speed.capacity) == ("NVIDIA H200", 132, 140 * 2**30)
@@ -315,17 +317,17 @@ def test_links_of_presets_numbers_and_files(tmp_path: Path) -> None:
     # The slowest edge of a file's fastest transport counts. Virtual ranks, registered buffers and other
     # numbers of channels do not.
     for text, *expected in (("200", 200e9, 0.0), ("200,10us", 200e9, 1e-5), ("1,2", 1e9, 2e-6)):
-        assert [link_of(text).rate, link_of(text).latency] == pytest.approx(expected)
+        assert [parse_link(text).rate, parse_link(text).latency] == pytest.approx(expected)
     others = [
         transfer(1 << 20, 1e9, transport="process_group"), transfer(1 << 20, 1e-3, transport="local"),
         transfer(1 << 20, 1e-3, transport="nccl, registered"), transfer(1 << 20, 1e4, channels=4),
         transfer(1 << 20, 1e4, edge="0->0"), transfer(1 << 20, 1e-3, way="one way"),
         transfer(1 << 16, 1.0, edge="other"),
     ]  # fmt: skip
-    link = link_of(str(result_file(tmp_path, LINK_ROWS + others)))
+    link = parse_link(str(result_file(tmp_path, LINK_ROWS + others)))
     assert (link.rate, link.latency) == (pytest.approx(2e9), pytest.approx(1e-3))
     one_way = [transfer(1 << 20, 1e3, way="one way")]
-    assert link_of(str(result_file(tmp_path, one_way))).rate == pytest.approx((1 << 20) / 1e-3)
+    assert parse_link(str(result_file(tmp_path, one_way))).rate == pytest.approx((1 << 20) / 1e-3)
 
 
 def changed(place: int, **values: Any) -> list[dict[str, Any]]:
@@ -345,7 +347,7 @@ def test_files_of_kernels_are_refused_by_name(
     rows: list[dict[str, Any]], about: object, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"results\.json") as refused:
-        measured(result_file(tmp_path, rows, gpu=about), Call(16384, 8), None)
+        speed_from_file(result_file(tmp_path, rows, gpu=about), PredictedCall(16384, 8), None)
     assert words in str(refused.value)
 
 
@@ -355,5 +357,5 @@ def test_files_of_kernels_are_refused_by_name(
 ])  # fmt: skip
 def test_files_of_links_are_refused_by_name(rows: list[dict[str, Any]], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"results\.json") as refused:
-        link_of(str(result_file(tmp_path, rows)))
+        parse_link(str(result_file(tmp_path, rows)))
     assert words in str(refused.value)

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
 from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig
-from ringattn.bench.common.memory_table import OURS, ULYSSES, WHOLE
+from ringattn.bench.common.memory_table import ONE_DEVICE, OURS, ULYSSES
 from ringattn.bench.common.ranks import cores
-from ringattn.bench.common.result import read
-from ringattn.bench.predict.alternatives import ways
-from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.inputs import Inputs
-from ringattn.bench.predict.links import Link, Links
+from ringattn.bench.common.result import read_result
+from ringattn.bench.predict.alternatives import predict_alternatives
+from ringattn.bench.predict.inputs import PredictionInputs
+from ringattn.bench.predict.links import ClusterLinks, LinkSpeed
+from ringattn.bench.predict.predicted_call import PredictedCall
 from ringattn.bench.predict.speed import Speed
 
 HEADS, HEAD_DIM = 4, 64
@@ -57,19 +57,22 @@ def measured(case: Case, target: Path) -> dict[int, dict[str, float]]:
     )
     assert result.exit_code == 0, result.output
     seconds: dict[int, dict[str, float]] = {}
-    for row in read(target).rows:
+    for row in read_result(target).rows:
         seconds.setdefault(row["tokens"], {})[row["candidate"]] = row["time"] / 1e3
     return seconds
 
 
 def predicted(case: Case, tokens: int, speed: Speed) -> dict[str, float]:
     """Return the predicted seconds by candidate, under the bench's names."""
-    call = Call(
+    call = PredictedCall(
         tokens // case.world, case.world, heads=HEADS, kv_heads=case.kv_heads, head_dim=HEAD_DIM, batch=case.batch,
         dtype="float32",
     )  # fmt: skip
-    link = Link(case.rate, 0.0)  # the throttled link hides the latency
-    return {way.name.replace(FLAT, RING): way.seconds for way in ways(call, Inputs(speed, Links(link, link)))}
+    link = LinkSpeed(case.rate, 0.0)  # the throttled link hides the latency
+    return {
+        way.name.replace(FLAT, RING): way.seconds
+        for way in predict_alternatives(call, PredictionInputs(speed, ClusterLinks(link, link)))
+    }
 
 
 def speed_of(case: Case, longest: int, seconds: float) -> Speed:
@@ -90,10 +93,10 @@ def test_predict_and_bench_ring_agree_on_the_order(case: Case, tmp_path: Path) -
     # Candidates that either one tells apart have the same order in the other. Ulysses wins with short shards and many
     # key heads, the ring with long shards and few key heads.
     seconds = measured(case, tmp_path / "ring.json")
-    speed = speed_of(case, max(seconds), seconds[max(seconds)].pop(WHOLE))
+    speed = speed_of(case, max(seconds), seconds[max(seconds)].pop(ONE_DEVICE))
     for tokens, by_bench in seconds.items():
         by_predictor = predicted(case, tokens, speed)
-        names = [name for name in by_bench if name != WHOLE]
+        names = [name for name in by_bench if name != ONE_DEVICE]
         # the ring, and a mesh for every power of two that divides the world
         assert {*names} <= {*by_predictor} and len(names) == case.world.bit_length()
         for a, b in permutations(names, 2):

@@ -10,16 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
-from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.clock import run
-from ringattn.bench.predict.links import Link
-from ringattn.bench.predict.program import COMPUTE, PASSES, Op, Program, record
+from ringattn.bench.predict.links import LinkSpeed
+from ringattn.bench.predict.predicted_call import PredictedCall
+from ringattn.bench.predict.program import COMPUTE, PASSES, Op, Program, record_program
+from ringattn.bench.predict.simulator import run_programs
 from ringattn.bench.predict.speed import ADD, POINT
 from ringattn.bench.timeline.events import Timeline, from_chrome
-from ringattn.kernels.files import read_object
+from ringattn.kernels.json_files import read_object
 
 WORLD, TOKENS, HEADS, HEAD_DIM = 3, 1024, 4, 64
-LINK = Link(1e9, 1e-3)  # gloo on one machine: short beside a hop's compute
+LINK = LinkSpeed(1e9, 1e-3)  # gloo on one machine: short beside a hop's compute
 ALLOWED = 0.1
 
 
@@ -47,13 +47,13 @@ def test_the_step_of_processes(tmp_path: Path) -> None:
     # Launch times come from the trace, so the test checks only who waits for what. The host itself computes. With
     # contiguous shards the ranks compute different hops, so one rank's launches decide when another's begin.
     measured = recorded(tmp_path, "contiguous")
-    call = Call(TOKENS, WORLD, "contiguous", heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
+    call = PredictedCall(TOKENS, WORLD, "contiguous", heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
     spans = [event for event in measured.events if event.lane == "compute"]
     forward_ends = [0.0] * WORLD  # when each rank ends its forward and begins its backward
     for phase in PASSES:
         programs, costs = [], []
         for plan, begin in zip(call.plans(), forward_ends, strict=True):
-            program = record(call, plan, phase, on_host=True)
+            program = record_program(call, plan, phase, on_host=True)
             launches = [op.hop if op.stream == COMPUTE and op.what not in (ADD, POINT) else None for op in program.ops]
             spent: Counter[int | None] = Counter()
             for span in spans:
@@ -62,6 +62,8 @@ def test_the_step_of_processes(tmp_path: Path) -> None:
             assert {*launches} - {None} == {*spent}
             costs.append([begin, *(spent[hop] / launches.count(hop) for hop in launches)])
             programs.append(after_one_more(program))
-        forward_ends = [track.seconds for track in run(programs, costs, lambda a, b, nbytes: LINK.seconds(nbytes))]
+        forward_ends = [
+            track.seconds for track in run_programs(programs, costs, lambda a, b, nbytes: LINK.seconds(nbytes))
+        ]
         ends = [max(each.end for each in spans if (each.rank, each.phase) == (rank, phase)) for rank in range(WORLD)]
         assert max(forward_ends) == pytest.approx(max(ends) - min(each.begin for each in spans), rel=ALLOWED)

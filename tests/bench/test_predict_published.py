@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import pytest
 
-from ringattn.bench.predict.alternatives import exchanged, gathered
-from ringattn.bench.predict.baseline import baseline
-from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.inputs import Inputs
-from ringattn.bench.predict.links import PRESETS, Links
+from ringattn.bench.predict.alternatives import all_gather_passes, ulysses_passes
+from ringattn.bench.predict.baseline_ring import baseline_passes
+from ringattn.bench.predict.inputs import PredictionInputs
+from ringattn.bench.predict.links import PRESETS, ClusterLinks
+from ringattn.bench.predict.predicted_call import PredictedCall
 from ringattn.bench.predict.program import PASSES
-from ringattn.bench.predict.speed import FORWARD_FLOPS, Speed, gpu_speed, whole
+from ringattn.bench.predict.speed import FORWARD_FLOPS, Speed, full_area, gpu_speed
 from ringattn.ring import Mask
 
 FORWARD = ("forward",)
 A100, H100 = gpu_speed("a100"), gpu_speed("h100")
 
 
-def links(inside: str) -> Links:
-    return Links(PRESETS[inside], PRESETS["ib400"])
+def links(inside: str) -> ClusterLinks:
+    return ClusterLinks(PRESETS[inside], PRESETS["ib400"])
 
 
 # github.com/zhuzilin/ring-flash-attention, README, "Performance Summary" (read 2026-11): 8192 tokens per GPU.
@@ -39,29 +39,31 @@ POINTS = 8
 
 @pytest.mark.parametrize(("gpu", "layout", "ahead", "both"), PERCENT)
 def test_rings_of_ring_flash_attention(gpu: str, layout: str, ahead: float, both: float) -> None:
-    call, one_device = Call(8192, 8, layout), Call(8192, 1)
+    call, one_device = PredictedCall(8192, 8, layout), PredictedCall(8192, 1)
     forward, backward = ALONE[gpu][0], 1 / (1 / ALONE[gpu][1] - 1 / ALONE[gpu][0])
-    area = whole(8192, causal=True)
+    area = full_area(8192, causal=True)
     flops = FORWARD_FLOPS * call.head_dim * call.heads * area.pairs
-    speed = gpu_speed(gpu).fitted((flops * forward, one_device), (2.5 * flops * backward, one_device))
-    passes = [each.seconds for each in baseline(call, speed, links(speed.link))]
-    alone = [8 * (speed.launch + speed.products(area, one_device, backward=phase == "backward")) for phase in PASSES]
+    speed = gpu_speed(gpu).fit_speeds((flops * forward, one_device), (2.5 * flops * backward, one_device))
+    passes = [each.seconds for each in baseline_passes(call, speed, links(speed.link))]
+    alone = [
+        8 * (speed.launch + speed.product_seconds(area, one_device, backward=phase == "backward")) for phase in PASSES
+    ]
     assert 100 * alone[0] / passes[0] == pytest.approx(ahead, abs=POINTS)
     assert 100 * sum(alone) / sum(passes) == pytest.approx(both, abs=POINTS)
 
 
 def fa3() -> Speed:
     """Return the speed of FlashAttention-3: 616 TFLOP/s, causal forward, 16k tokens, D128, 16 bits (its paper)."""
-    return H100.fitted((616e12, Call(16384, 1, heads=16, kv_heads=16)))
+    return H100.fit_speeds((616e12, PredictedCall(16384, 1, heads=16, kv_heads=16)))
 
 
 @pytest.mark.parametrize("world", [8, 16, 32, 64])
 def test_ring_of_magi_attention(world: int) -> None:
     # MagiAttention's page: its ring baseline reaches 421 to 446 TFLOP/s per GPU, causal forward, cp 8 to 64. 64 query
     # and 8 key heads of 128, bf16, 8192 tokens per GPU.
-    call = Call(8192, world, heads=64, kv_heads=8, nodes=world // 8)
-    (result,) = baseline(call, fa3(), links("nvlink4"), phases=FORWARD)
-    flops = FORWARD_FLOPS * call.head_dim * call.heads * whole(call.seqlen, causal=True).pairs / world
+    call = PredictedCall(8192, world, heads=64, kv_heads=8, nodes=world // 8)
+    (result,) = baseline_passes(call, fa3(), links("nvlink4"), phases=FORWARD)
+    flops = FORWARD_FLOPS * call.head_dim * call.heads * full_area(call.seqlen, causal=True).pairs / world
     assert 421e12 * 0.9 <= flops / result.seconds <= 446e12 * 1.1
 
 
@@ -69,9 +71,9 @@ def test_prefill_of_a_million_tokens_at_meta() -> None:
     # Meta, arXiv:2411.01783: 1M tokens, Llama 3 405B, 128 H100s, 93% parallel efficiency. The 16 nodes are the ring,
     # and the 8 GPUs of a node share the heads: 16 query and 1 key head of 128 per GPU. Only attention is predicted,
     # which dominates at this length.
-    call, speed = Call(2**20 // 16, 16, nodes=16, heads=16, kv_heads=1), fa3()
-    (result,) = baseline(call, speed, links("nvlink4"), phases=FORWARD)
-    alone = speed.launch + speed.products(whole(2**20, causal=True), call)
+    call, speed = PredictedCall(2**20 // 16, 16, nodes=16, heads=16, kv_heads=1), fa3()
+    (result,) = baseline_passes(call, speed, links("nvlink4"), phases=FORWARD)
+    alone = speed.launch + speed.product_seconds(full_area(2**20, causal=True), call)
     assert 100 * alone / 16 / result.seconds == pytest.approx(93, abs=5)
 
 
@@ -79,11 +81,14 @@ def test_prefill_of_a_million_tokens_at_meta() -> None:
 def test_ulysses_with_rings_of_usp(degree: int, published: float) -> None:
     # github.com/feifeibear/long-context-attention (USP), README: it/s of a causal forward on 8 x A100. Batch 2, 128k
     # tokens, 8 heads of 128. `degree` ranks exchange heads inside a ring of such groups.
-    call, inputs = Call(2**17 // 8, 8, heads=8, kv_heads=8, batch=2), Inputs(A100, links("nvlink3"), phases=FORWARD)
+    call, inputs = (
+        PredictedCall(2**17 // 8, 8, heads=8, kv_heads=8, batch=2),
+        PredictionInputs(A100, links("nvlink3"), phases=FORWARD),
+    )
     if degree == 1:
-        (result,) = baseline(call, A100, inputs.links, phases=FORWARD)
+        (result,) = baseline_passes(call, A100, inputs.links, phases=FORWARD)
     else:
-        (result,) = exchanged(call, degree, inputs, baseline)
+        (result,) = ulysses_passes(call, degree, inputs, baseline_passes)
     assert 1 / result.seconds == pytest.approx(published, rel=0.14)
 
 
@@ -95,8 +100,8 @@ def test_ring_against_gather_of_vllm_omni(kv_heads: int, tokens: int, published:
     # github.com/vllm-project/vllm-omni/issues/5092: by how many percent a ring is slower; 4 GPUs, NVLink, full forward.
     # The table names neither GPU nor heads. Assumed are an H100, 40 heads of 128 (Wan2.2), and as many or an eighth as
     # many key heads. With 32 heads the result would be 131, 17 and 5; 275, 71, 19 and 10.
-    call = Call(tokens // 4, 4, mask=Mask(), heads=40, kv_heads=kv_heads)
-    inputs = Inputs(H100, links("nvlink4"), phases=FORWARD)
-    (ring,), (gather,) = baseline(call, H100, inputs.links, phases=FORWARD), gathered(call, inputs)
+    call = PredictedCall(tokens // 4, 4, mask=Mask(), heads=40, kv_heads=kv_heads)
+    inputs = PredictionInputs(H100, links("nvlink4"), phases=FORWARD)
+    (ring,), (gather,) = baseline_passes(call, H100, inputs.links, phases=FORWARD), all_gather_passes(call, inputs)
     slower = 100 * (ring.seconds / gather.seconds - 1)
     assert slower > 0 and slower == pytest.approx(published, abs=points)

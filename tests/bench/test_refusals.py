@@ -79,6 +79,6 @@ def test_refusals_are_one_line(
     command: str, message: str, gpu: bool, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(launching, "launch", lambda *args: pytest.fail("it started"))
+    monkeypatch.setattr(launching, "launch_processes", lambda *args: pytest.fail("it started"))
     ran = CliRunner().invoke(cli.app, ["bench", *command.format(folder=tmp_path).split()], env=WIDE)
     assert ran.exit_code == 2 and message in ran.output and len(ran.output.splitlines()) == 1, ran.output

@@ -16,14 +16,14 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from ringattn.bench.common.result import Result
-from ringattn.bench.common.theme import LIGHT, OF_THE_PAGE, inline
+from ringattn.bench.common.theme import LIGHT, PAGE_COLOURS, inline_svg
 from ringattn.bench.report import charts, command
-from ringattn.bench.report.page import html, order, plain, read_folder, shown
+from ringattn.bench.report.page import cell_text, plain_text, read_folder, render_page, sort_keys
 from ringattn.bench.timeline import drawing
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
 from ..support import report_cases
-from ..support.report_cases import HOSTILE, Outline, everything, tainted, timeline, write
+from ..support.report_cases import HOSTILE, Outline, all_result_files, taint_strings, timeline, write
 
 DRAWN = ("g", "path", "use", "text", "clippath", "rect", "defs", "style")
 
@@ -33,12 +33,12 @@ def invoke(*arguments: object) -> Any:
 
 
 def page_of(folder: Path, **files: object) -> str:
-    return html(read_folder(write(folder, **files)))
+    return render_page(read_folder(write(folder, **files)))
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return page_of(tmp_path_factory.mktemp("results"), **everything())
+    return page_of(tmp_path_factory.mktemp("results"), **all_result_files())
 
 
 def test_the_command_writes_one_page_into_the_folder(tmp_path: Path) -> None:
@@ -75,9 +75,11 @@ def test_refusals(flags: str, message: str, tmp_path: Path, monkeypatch: pytest.
 
 def test_an_unwritable_page_keeps_the_results(tmp_path: Path) -> None:
     write(tmp_path, results=report_cases.suite())
-    assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
+    assert command.write_report_or_reason(tmp_path) == str(tmp_path / "report.html")
     write(tmp_path, results={"schema": "other"})
-    assert command.write_beside(tmp_path).startswith(f"no report.html: ValueError: {tmp_path} holds no results")
+    assert command.write_report_or_reason(tmp_path).startswith(
+        f"no report.html: ValueError: {tmp_path} holds no results"
+    )
 
 
 def test_page_shows_provenance_failures_and_files_in_order(page: str) -> None:
@@ -125,7 +127,7 @@ def test_the_page_needs_no_network(page: str) -> None:
 
 def test_no_string_of_a_file_becomes_markup(page: str, tmp_path: Path) -> None:
     # Whatever the strings say, the page has the same elements with the same attributes in the same order.
-    hostile = page_of(tmp_path / "run", **tainted(everything()))
+    hostile = page_of(tmp_path / "run", **taint_strings(all_result_files()))
     assert hostile.count("&lt;script&gt;alert(1)") > 50
     harmless, attacked = Outline(page), Outline(hostile)
 
@@ -143,21 +145,21 @@ def test_no_string_of_a_file_becomes_markup(page: str, tmp_path: Path) -> None:
 
 
 def test_tables_sort_by_numbers_and_by_words() -> None:
-    assert order([3, 0.5, True, None, 10, 3]) == [2, 0, 1, "", 3, 2]
-    assert order(["b", None, "A", "b", "c", 7]) == [2, "", 1, 2, 3, 0]
+    assert sort_keys([3, 0.5, True, None, 10, 3]) == [2, 0, 1, "", 3, 2]
+    assert sort_keys(["b", None, "A", "b", "c", 7]) == [2, "", 1, 2, 3, 0]
 
 
 def test_numbers_in_cells_are_short() -> None:
-    assert [shown(value) for value in (12345, 0.123456, 1e10, False)] == ["12345", "0.1235", "1e+10", "no"]
-    assert len(shown("x" * 10_000)) < 500
+    assert [cell_text(value) for value in (12345, 0.123456, 1e10, False)] == ["12345", "0.1235", "1e+10", "no"]
+    assert len(cell_text("x" * 10_000)) < 500
 
 
 def drawn(data: dict[str, Any]) -> list[charts.Chart]:
-    return charts.charts(Result(**{name: value for name, value in data.items() if name != "schema"}))
+    return charts.build_charts(Result(**{name: value for name, value in data.items() if name != "schema"}))
 
 
 def chart(units: dict[str, str], *rows: tuple[Any, ...]) -> list[charts.Chart]:
-    return charts.charts(Result("x", units, [dict(zip(units, row, strict=True)) for row in rows]))
+    return charts.build_charts(Result("x", units, [dict(zip(units, row, strict=True)) for row in rows]))
 
 
 def test_charts_show_the_columns_that_vary() -> None:
@@ -178,11 +180,11 @@ def test_axes_and_lines_of_a_chart() -> None:
     twice = {"seqlen": "", "ms": "ms"}
     (drawn,) = chart(twice, (1, 1.0), (1, 3.0), (1, 9.0), (2, 1.0))
     assert drawn.lines == {"ms": {1.0: 3.0, 2.0: 1.0}}  # median of the repeats
-    assert charts.draw(drawn).axes[0].get_xscale() == "linear"
+    assert charts.draw_chart(drawn).axes[0].get_xscale() == "linear"
     (drawn,) = chart(twice, (1, 1.0), (64, 99.0))
-    assert charts.draw(drawn).axes[0].get_xscale() == charts.draw(drawn).axes[0].get_yscale() == "log"
+    assert charts.draw_chart(drawn).axes[0].get_xscale() == charts.draw_chart(drawn).axes[0].get_yscale() == "log"
     (drawn,) = chart(twice, (1, 0.0), (2, 99.0))
-    assert charts.draw(drawn).axes[0].get_yscale() == "linear"  # a log axis cannot show zero
+    assert charts.draw_chart(drawn).axes[0].get_yscale() == "linear"  # a log axis cannot show zero
     for value in (HOSTILE, None, True, 10**299):
         assert chart(twice, (1, value), (2, value)) == []
     (many,) = chart({"seqlen": "", "by": "", "ms": "ms"}, *((s, f"n{n}", 1.0) for s in (1, 2) for n in range(20)))
@@ -190,7 +192,7 @@ def test_axes_and_lines_of_a_chart() -> None:
 
 
 def test_measured_and_predicted_share_one_time_axis() -> None:
-    upper, lower = drawing.draw([timeline("measured"), timeline("predicted", slower=0.5)]).axes
+    upper, lower = drawing.draw_timeline_figure([timeline("measured"), timeline("predicted", slower=0.5)]).axes
     assert upper.get_xlim() == lower.get_xlim() and upper.get_xlim()[1] > 1900
     assert upper.get_title(loc="left").startswith("measured: causal, zigzag, 64 tokens; 1,900 ms, ranks compute 84%")
     assert lower.get_title(loc="left").startswith("predicted: ")
@@ -199,22 +201,24 @@ def test_measured_and_predicted_share_one_time_axis() -> None:
 def test_every_row_has_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[set[tuple[int, str]]] = []
     monkeypatch.setattr(drawing, "_draw_lane", lambda axes, events, *_: rows.append({(e.rank, e.lane) for e in events}))
-    drawing.draw([timeline("measured")])
+    drawing.draw_timeline_figure([timeline("measured")])
     assert any(rows) and all(len(row) <= 1 for row in rows)
 
 
 @pytest.mark.parametrize("world", [2, 8])
 def test_more_ranks_have_no_slots(world: int) -> None:
     events = tuple(Event(rank, "slot 0", "forward", 0, 0, 1, "K/V of 0") for rank in range(world))
-    svg = drawing.draw([Timeline("no mathematics: $\\frac{$", "measured", world, events)])
+    svg = drawing.draw_timeline_figure([Timeline("no mathematics: $\\frac{$", "measured", world, events)])
     named = {text.get_text() for text in svg.axes[0].texts}
     assert ("slot 0" in named) == (world <= drawing.MOST_SLOT_RANKS)
     assert f"rank {world - 1}" in named
-    inline(svg, "a")
+    inline_svg(svg, "a")
 
 
 def test_an_svg_is_the_same_for_the_same_figure_and_has_ids_of_its_own() -> None:
-    first, again, other = (inline(drawing.draw([timeline("measured", name=HOSTILE)]), name) for name in "aab")
+    first, again, other = (
+        inline_svg(drawing.draw_timeline_figure([timeline("measured", name=HOSTILE)]), name) for name in "aab"
+    )
     ElementTree.fromstring(first)
     assert first == again and first.startswith("<svg") and len(first) < 60_000 and "<metadata" not in first
     ids = [{*re.findall(r'\bid="([^"]+)"', text)} for text in (first, other)]
@@ -228,7 +232,7 @@ def test_an_svg_does_not_depend_on_rounding_of_the_layout() -> None:
     def drawn(left: float) -> str:
         figure = Figure()
         figure.add_axes((left, 0.1, 0.5, 0.8)).plot([0, 1], [0, 1], marker="o")
-        return inline(figure, "a")
+        return inline_svg(figure, "a")
 
     assert drawn(0.1) == drawn(math.nextafter(0.1, 1)) != drawn(0.2)
 
@@ -237,8 +241,8 @@ def test_pictures_use_the_colours_of_the_page(page: str) -> None:
     # In the page's dark form there must be no white box and no dark text.
     svgs = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert svgs and all("var(--paper)" in svg and "var(--ink)" in svg for svg in svgs)
-    assert not any(getattr(LIGHT, name) in svg for svg in svgs for name in OF_THE_PAGE)
-    assert all(f"--{name}:" in page for name in OF_THE_PAGE)
+    assert not any(getattr(LIGHT, name) in svg for svg in svgs for name in PAGE_COLOURS)
+    assert all(f"--{name}:" in page for name in PAGE_COLOURS)
 
 
 def test_a_partly_filled_column_does_not_split_lines() -> None:
@@ -250,7 +254,7 @@ def test_a_partly_filled_column_does_not_split_lines() -> None:
     rows += [{"transport": "local", "channels": None, "size": 4**i, "busbw": i + 2.0} for i in range(3)]
     for row in rows[2::3]:
         row |= {"compute": "matmul", "compute note": "why"}
-    chart = charts.chart_of("links", rows, units)
+    chart = charts.build_chart("links", rows, units)
     assert chart is not None
     assert {name: len(points) for name, points in chart.lines.items()} == {
         "nccl, channels 1": 3, "nccl, channels 4": 3, "local": 3,
@@ -259,11 +263,11 @@ def test_a_partly_filled_column_does_not_split_lines() -> None:
 
 def test_legends_are_outside_of_the_axes() -> None:
     lines = {f"line {number}": {1.0: 1.0, 2.0: 2.0} for number in range(12)}
-    figure = charts.draw(charts.Chart("t", "x", "y", lines))
+    figure = charts.draw_chart(charts.Chart("t", "x", "y", lines))
     figure.draw_without_rendering()
     (axes,), (legend,) = figure.axes, figure.legends
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_provenance_without_a_commit() -> None:
-    assert plain({"version": "1", "commit": None, "modified": None}) == "version 1"
+    assert plain_text({"version": "1", "commit": None, "modified": None}) == "version 1"

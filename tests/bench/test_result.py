@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from ringattn.bench.common.result import Result, Row, cell, finish, read
+from ringattn.bench.common.result import Result, Row, finish_command, format_cell, read_result
 
 ROWS: list[Row] = [
     {"edge": "0 -> 1", "GB/s": 12.34567, "checked": True, "remark": "x" * 40},
@@ -49,14 +49,14 @@ def test_constant_columns_of_wide_tables_are_printed_once() -> None:
 
 
 def test_files_read_back(tmp_path: Path) -> None:
-    finish(FOUND, str(tmp_path / "r.json"), str(tmp_path / "r.csv"))
-    assert read(tmp_path / "r.json") == FOUND
+    finish_command(FOUND, str(tmp_path / "r.json"), str(tmp_path / "r.csv"))
+    assert read_result(tmp_path / "r.json") == FOUND
     assert (tmp_path / "r.csv").read_text().splitlines()[0] == "edge,GB/s,checked,remark"
 
 
 def test_failure_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
-        finish(replace(FOUND, failed=["edge 0 -> 1 is wrong"]))
+        finish_command(replace(FOUND, failed=["edge 0 -> 1 is wrong"]))
     assert ended.value.exit_code == 1 and "FAILED: edge 0 -> 1 is wrong" in capsys.readouterr().out
 
 
@@ -65,7 +65,7 @@ def test_a_failure_ends_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(typer.Exit) as ended:
-        finish(Result("bench ring", {}, failed=["wrong"]))
+        finish_command(Result("bench ring", {}, failed=["wrong"]))
     assert ended.value.exit_code == 1 and capsys.readouterr() == ("", "")
 
 
@@ -82,7 +82,7 @@ def test_files_without_a_result_are_refused(change: dict[str, Any], why: str, tm
     path = tmp_path / "r.json"
     path.write_text(json.dumps({**FOUND.as_json(), **change}))
     with pytest.raises(ValueError, match=re.escape(why)):
-        read(path)
+        read_result(path)
 
 
 @pytest.mark.parametrize(("number", "text"), [
@@ -94,4 +94,4 @@ def test_files_without_a_result_are_refused(change: dict[str, Any], why: str, tm
     (2.5e12, "2.5e+12"),
 ])  # fmt: skip
 def test_numbers_of_one_table_have_no_exponent_beside_others(number: float, text: str) -> None:
-    assert cell(number) == text
+    assert format_cell(number) == text

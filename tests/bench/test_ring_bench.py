@@ -16,16 +16,22 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.common import flags, memory_table
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.launching import spawn
-from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS, OURS, ULYSSES, WHOLE
-from ringattn.bench.common.ranks import Member
-from ringattn.bench.common.result import Result, Row, read
+from ringattn.bench.common.launching import run_process_group
+from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS, ONE_DEVICE, OURS, ULYSSES
+from ringattn.bench.common.ranks import LaunchedRank
+from ringattn.bench.common.result import Result, Row, read_result
 from ringattn.bench.common.timing import Samples
-from ringattn.bench.ring import candidates, command, runs
-from ringattn.bench.ring.candidates import CONTEXT_PARALLEL, Candidate, Refused, Setting, sdpa
-from ringattn.bench.ring.runs import RingConfig, best, crossovers, measure
+from ringattn.bench.ring import candidates, command, measure
+from ringattn.bench.ring.candidates import (
+    CONTEXT_PARALLEL,
+    Candidate,
+    CandidateSetting,
+    CandidateUnavailableError,
+    sdpa_attention,
+)
+from ringattn.bench.ring.measure import RingConfig, crossover_notes, fastest_ring_note, measure_rings
 from ringattn.comm import LocalGroup, LocalWorld
-from ringattn.comm.kept import kept_of
+from ringattn.comm.group_cache import get_group_cache
 from ringattn.ring import Ring, ring_attention
 
 from ..support.nightly import rest_nightly
@@ -46,12 +52,12 @@ def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
     by = "ringattn,baseline,all-gather,Ulysses,PyTorch"  # other libraries take long to import
     ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--by", by, "--json", str(tmp_path / "r.json")])
     assert ran.exit_code == 0, ran.output
-    result = read(tmp_path / "r.json")
+    result = read_result(tmp_path / "r.json")
     assert not result.failed and result.provenance["versions"]
     for tokens in (256, 512):
         rows = by_name(Result("", {}, [row for row in result.rows if row["tokens"] == tokens]))
         rings = [f"{OURS} {layout}" for layout in ("zigzag", "striped")]
-        assert {WHOLE, *rings, BASELINE, ALL_GATHER, ULYSSES} <= set(rows)
+        assert {ONE_DEVICE, *rings, BASELINE, ALL_GATHER, ULYSSES} <= set(rows)
         assert all(row["over tolerance"] == "" and row["error"] < 1e-4 for row in rows.values())
         for part, names in (("exposed", (*rings, BASELINE, ALL_GATHER, ULYSSES)), ("compute", rings)):
             ratios = [rows[name][part] / rows[name]["time"] for name in names if rows[name][part] is not None]
@@ -62,22 +68,22 @@ def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
         assert rows[rings[0]]["sent"] * 1e6 == tokens // 2 * 3 * kv  # the local dK/dV never leave
         assert rows[BASELINE]["sent"] * 1e6 == tokens // 2 * 4 * kv
         flops = 2 * 3.5 * 4 * 16 * 4 * tokens * (tokens + 1) / 2
-        for name, ranks in ((WHOLE, 1), (rings[0], 2)):
+        for name, ranks in ((ONE_DEVICE, 1), (rings[0], 2)):
             row = rows[name]
             assert row["rate of a rank"] == pytest.approx(flops / (row["time"] / 1e3) / ranks / 1e12)
-            assert row["of ideal"] == pytest.approx(100 * rows[WHOLE]["time"] / 2 / row["time"])
+            assert row["of ideal"] == pytest.approx(100 * rows[ONE_DEVICE]["time"] / 2 / row["time"])
             assert row["throughput"] == pytest.approx(2 * tokens / (row["time"] / 1e3))
-    assert runs.ONE_RUN in result.notes
+    assert measure.ONE_RUN_NOTE in result.notes
     assert f"not available: {CONTEXT_PARALLEL}: it has no sharding strategy" in ran.stdout
     assert [note.split()[2] for note in result.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
     assert result.notes[-1].startswith("best: ")
 
 
-def left_open(place: Member, device: torch.device, config: RingConfig) -> Result:
+def left_open(place: LaunchedRank, device: torch.device, config: RingConfig) -> Result:
     """Measure, and note the number of groups and rings that are still open."""
-    result = measure(place, device, config)
+    result = measure_rings(place, device, config)
     groups = dist.distributed_c10d._world.pg_map
-    rings = [value for group in groups for value in kept_of(group).values() if isinstance(value, Ring)]
+    rings = [value for group in groups for value in get_group_cache(group).values() if isinstance(value, Ring)]
     return replace(result, notes=[f"{len(groups)} group, {len(rings)} rings"])
 
 
@@ -85,7 +91,7 @@ def left_open(place: Member, device: torch.device, config: RingConfig) -> Result
 def test_meshes_are_closed_after_each_length() -> None:
     # The links are slow, and both ranks share one key head.
     problems = tuple(AttentionConfig(tokens, 2, heads=4, kv_heads=1, head_dim=16) for tokens in (64, 128))
-    result = spawn(2, left_open, RingConfig(problems, ("zigzag",), 1, (ULYSSES,), bytes_per_second=1e6))
+    result = run_process_group(2, left_open, RingConfig(problems, ("zigzag",), 1, (ULYSSES,), bytes_per_second=1e6))
     assert result.notes == ["1 group, 0 rings"] and not result.failed
     rows = {row["tokens"]: row for row in result.rows if row["candidate"] == "Ulysses 2 x ring 1"}
     for tokens, row in rows.items():
@@ -97,7 +103,7 @@ def test_meshes_are_closed_after_each_length() -> None:
 
 
 def test_bytes_per_second_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags, "device_name", lambda name: name)
+    monkeypatch.setattr(flags, "parse_device_kind", lambda name: name)
     ran = CliRunner().invoke(cli.app, ["bench", "ring", "--device", "cuda", "--bytes-per-second", "1m"])
     assert ran.exit_code == 2 and "--bytes-per-second" in ran.output
 
@@ -113,18 +119,18 @@ def test_every_length_runs_in_its_own_processes(launched: bool, monkeypatch: pyt
     # A peak counts what an earlier length left on the heap. Ranks of a launcher measure all lengths, which a note says.
     lengths: list[list[int]] = []
 
-    def measured(setting: Setting, *_: object) -> Result:
-        return Result("bench ring", runs.UNITS)
+    def measured(setting: CandidateSetting, *_: object) -> Result:
+        return Result("bench ring", measure.UNITS)
 
     def spawned(world: int, measure: Any, config: RingConfig, **_: object) -> Result:
         lengths.append([problem.seqlen for problem in config.problems])
-        part: Result = measure(Member(0, 1, 0, 1), CPU, config)
+        part: Result = measure(LaunchedRank(0, 1, 0, 1), CPU, config)
         return part
 
     for name, value in (("warm_up", lambda *_: None), ("measured", measured)):
-        monkeypatch.setattr(runs, name, value)
-    monkeypatch.setattr(command, "spawn", spawned)
-    monkeypatch.setattr(command, "member", lambda: Member(0, 1, 0, 1) if launched else None)
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(command, "run_process_group", spawned)
+    monkeypatch.setattr(command, "launched_rank", lambda: LaunchedRank(0, 1, 0, 1) if launched else None)
     ran = CliRunner().invoke(cli.app, ["bench", "ring", "--world", "1", "--seqlen", "512,256", "--device", "cpu"])
     assert ran.exit_code == 0, ran.output
     assert lengths == ([[256, 512]] if launched else [[256], [512]])
@@ -136,13 +142,13 @@ def test_every_length_runs_in_its_own_processes(launched: bool, monkeypatch: pyt
 def test_a_library_with_another_head_order_is_right(causal: bool) -> None:
     # On the CPU this library's dk and dv are wrong even with one query head per key head.
     problem = AttentionConfig(64, 2, heads=6, kv_heads=2, head_dim=16, causal=causal)
-    result = spawn(2, measure, RingConfig((problem,), ("zigzag",), 1, (LUCIDRAINS,)))
+    result = run_process_group(2, measure_rings, RingConfig((problem,), ("zigzag",), 1, (LUCIDRAINS,)))
     assert not {"out", "dq"} & {*by_name(result)[LUCIDRAINS]["over tolerance"].split(", ")} and not result.failed
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (8, 4), (4, 4)])
 def test_repeated_heads(heads: int, kv_heads: int) -> None:
-    order = candidates.repeated_heads(heads, kv_heads).tolist()
+    order = candidates.repeated_head_order(heads, kv_heads).tolist()
     assert sorted(order) == list(range(heads))
     assert [head // (heads // kv_heads) for head in order] == [index % kv_heads for index in range(heads)]
 
@@ -150,7 +156,7 @@ def test_repeated_heads(heads: int, kv_heads: int) -> None:
 @pytest.mark.nightly
 def test_three_ranks_and_a_full_mask() -> None:
     problem = AttentionConfig(3 * 2 * 40, 3, heads=3, kv_heads=3, head_dim=16, causal=False, layout="contiguous")
-    result = spawn(3, measure, RingConfig((problem,), ("contiguous", "striped"), 1))
+    result = run_process_group(3, measure_rings, RingConfig((problem,), ("contiguous", "striped"), 1))
     assert not result.failed and {BASELINE, ALL_GATHER, ULYSSES} <= set(by_name(result))
 
 
@@ -161,7 +167,7 @@ UNCOUNTED = 0.05  # of 90 to 105 MB: operators' scratch, gloo's buffers, lse, pi
 def test_counted_memory_matches_the_measured_peaks() -> None:
     # Tensors are much larger than a process's other memory, so the count must match in both directions.
     problem = AttentionConfig(2 * 4096, 2, heads=8, kv_heads=4, head_dim=64)
-    (q, k), tokens = memory_table.elements(problem), memory_table.shard(problem)
+    (q, k), tokens = memory_table.elements_per_token(problem), memory_table.shard_tokens(problem)
     unused = {  # counted for other worlds and dtypes, but not taken by two ranks in fp32
         # Without a third rank the second pair of K/V buffers is unused. The running dQ is the result.
         BASELINE: tokens * (2 * k * 4 + q * 4),
@@ -170,7 +176,7 @@ def test_counted_memory_matches_the_measured_peaks() -> None:
         # In addition, the rank's own part of an exchange is not copied.
         "Ulysses 2 x ring 1": tokens * (2 * q + q // 2) * 4,
     }
-    rows = by_name(spawn(2, measure, RingConfig((problem,), ("zigzag",), 1, WAYS)))
+    rows = by_name(run_process_group(2, measure_rings, RingConfig((problem,), ("zigzag",), 1, WAYS)))
     assert len(rows) == 2 + len(WAYS)
     for name, row in rows.items():
         counted = row["counted peak"] * 1e6
@@ -179,7 +185,7 @@ def test_counted_memory_matches_the_measured_peaks() -> None:
 
 
 def rows(tokens: int = 1024, world: int = 2, **seconds: float) -> list[Row]:
-    names = {"whole": WHOLE, "zigzag": f"{OURS} zigzag", "gather": ALL_GATHER, "heads": ULYSSES,
+    names = {"whole": ONE_DEVICE, "zigzag": f"{OURS} zigzag", "gather": ALL_GATHER, "heads": ULYSSES,
              "striped": f"{OURS} striped"}  # fmt: skip
     return [
         {"candidate": names[name], "world": world, "tokens": tokens, "time": value * 1e3, "of ideal": 80.0}
@@ -189,22 +195,25 @@ def rows(tokens: int = 1024, world: int = 2, **seconds: float) -> list[Row]:
 
 def test_parts_of_a_slower_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     # An extra run may wait longer than the timed runs take in all.
-    monkeypatch.setattr(runs, "where_time_goes", lambda *_: (0.3, 0.2))
+    monkeypatch.setattr(measure, "split_step_time", lambda *_: (0.3, 0.2))
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
-    candidate, checked = Candidate(BASELINE, None, partial(sdpa, causal=True)), runs.Checked((), 0, {}, ())
+    candidate, checked = (
+        Candidate(BASELINE, None, partial(sdpa_attention, causal=True)),
+        measure.CandidateCheck((), 0, {}, ()),
+    )
     for seconds, exposed in ((0.4, 300.0), (0.25, None)):
-        row = runs.row_of(AttentionConfig(64, 2), candidate, checked, Samples((seconds,)), None)
+        row = measure.candidate_row(AttentionConfig(64, 2), candidate, checked, Samples((seconds,)), None)
         assert (row["exposed"], row["compute"]) == (exposed, 200.0)
 
 
 def test_last_notes() -> None:
     all_rows = [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4), *rows(1024, 4, heads=0.6)]
-    assert crossovers(all_rows) == [
+    assert crossover_notes(all_rows) == [
         "time of all-gather / time of our ring, 2 ranks: 0.50 at 1k, 2.50 at 4k",
         "time of Ulysses / time of our ring, 4 ranks: 1.20 at 1k",
     ]
-    assert best(all_rows[:-3]) == ["best: ringattn striped, 2 ranks, 4k tokens: 400 ms, 80.0% of ideal"]
-    assert crossovers(rows()) == [] and best(rows()[:1]) == []
+    assert fastest_ring_note(all_rows[:-3]) == ["best: ringattn striped, 2 ranks, 4k tokens: 400 ms, 80.0% of ideal"]
+    assert crossover_notes(rows()) == [] and fastest_ring_note(rows()[:1]) == []
 
 
 @pytest.mark.usefixtures("rank_zero")
@@ -214,15 +223,15 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     problem, positions = AttentionConfig(16, 1, heads=2, kv_heads=2, head_dim=8), torch.randperm(16).sort().values
 
     def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa(q, k + k.detach(), v, causal=True)
+        return sdpa_attention(q, k + k.detach(), v, causal=True)
 
     def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa(q, k, v, causal=True)
+        return sdpa_attention(q, k, v, causal=True)
 
-    available = {WHOLE: Candidate(WHOLE, positions, right), name: Candidate(name, positions.clone(), wrong)}
-    monkeypatch.setattr(runs, "candidates", lambda *_: (available, {"another": "it needs a GPU"}))
+    available = {ONE_DEVICE: Candidate(ONE_DEVICE, positions, right), name: Candidate(name, positions.clone(), wrong)}
+    monkeypatch.setattr(measure, "make_candidates", lambda *_: (available, {"another": "it needs a GPU"}))
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
-    result = runs.measured(setting(problem), RingConfig((problem,), ("zigzag",), 1), 0)
+    result = measure.measure_problem(setting(problem), RingConfig((problem,), ("zigzag",), 1), 0)
     assert [row["over tolerance"] for row in result.rows] == ["", "out, dq, dk, dv"]
     (line,) = (
         [note for note in result.notes if "error above its limit" in note] if name == LUCIDRAINS else result.failed
@@ -231,16 +240,16 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     assert bool(result.failed) == (name == BASELINE)
     assert "not available: another: it needs a GPU" in result.notes
     available["flipped"] = Candidate("flipped", positions.flip(0), right)
-    first, second, third = runs.checked(available, problem, CPU, 0).values()
+    first, second, third = measure.check_candidates(available, problem, CPU, 0).values()
     assert first.shards is second.shards and len(second.shards) == 4
     assert torch.equal(third.shards[0], first.shards[0].flip(1))
 
 
-def setting(problem: AttentionConfig, device: str = "cpu", shared: bool = False) -> Setting:
+def setting(problem: AttentionConfig, device: str = "cpu", shared: bool = False) -> CandidateSetting:
     def ring(group: object) -> Ring:
         raise AssertionError
 
-    return Setting(problem, ("zigzag",), torch.device(device), ring, shared)
+    return CandidateSetting(problem, ("zigzag",), torch.device(device), ring, shared)
 
 
 @pytest.fixture
@@ -252,32 +261,32 @@ def test_a_candidate_sets_its_number_of_threads(monkeypatch: pytest.MonkeyPatch)
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     tensors = tuple(torch.randn(1, 4, 1, 8) for _ in range(4))
-    Candidate("x", torch.arange(4), partial(sdpa, causal=True), threads=3).run(tensors)
+    Candidate("x", torch.arange(4), partial(sdpa_attention, causal=True), threads=3).run(tensors)
     assert threads == [3]
 
 
 def test_candidates_are_chosen_by_name() -> None:
-    names = [*candidates.chosen(["zigzag"], (), [2, 4])]
+    names = [*candidates.select_makers(["zigzag"], (), [2, 4])]
     assert "Ulysses 2 x ring 2" in names
-    assert all(command.chosen_prefixes(["zigzag"], name, [2, 4]) == (name,) for name in names)
+    assert all(command.parse_candidate_prefixes(["zigzag"], name, [2, 4]) == (name,) for name in names)
 
 
 @pytest.mark.usefixtures("rank_zero")
 @pytest.mark.parametrize(("make", "ring_setting", "message"), [
     (candidates.ulysses, setting(AttentionConfig(64, 3, heads=8, kv_heads=8)), "heads is 8: .* of the 3 ranks"),
     (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "one rank per GPU"),
-    (partial(candidates.ulysses_by_ring, 2), setting(AttentionConfig(64, 4, heads=3, kv_heads=3)), "may have 1, 3"),
+    (partial(candidates.ulysses_mesh, 2), setting(AttentionConfig(64, 4, heads=3, kv_heads=3)), "may have 1, 3"),
     (candidates.all_gather, setting(AttentionConfig(65, 2)), "65 tokens"),
     (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "66 tokens"),
     (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "CPU's operator"),
-    (candidates.all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "no more threads than one rank has"),
+    (candidates.sdpa_all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "no more threads than one rank has"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2)), "needs a GPU"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2, kv_heads=2), "cuda"), "as many key/value heads"),
     (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "needs a GPU"),
     (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16"), "cuda"), "is not installed"),
 ])  # fmt: skip
-def test_refused_candidates(make: Any, ring_setting: Setting, message: str) -> None:
-    with pytest.raises(Refused, match=message):
+def test_refused_candidates(make: Any, ring_setting: CandidateSetting, message: str) -> None:
+    with pytest.raises(CandidateUnavailableError, match=message):
         make(ring_setting)
 
 
@@ -288,7 +297,7 @@ def test_a_shared_key_head_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     by_ring = []
     for kv_heads in (1, 2):
         problem = AttentionConfig(64, 4, heads=4, kv_heads=kv_heads)
-        sent = candidates.ulysses_by_ring(2, setting(problem)).sent
+        sent = candidates.ulysses_mesh(2, setting(problem)).sent_bytes
         by_ring.append((sent or 0) - candidates.exchanged_bytes(problem, 2))
     assert by_ring[0] == by_ring[1] > 0
 
@@ -300,7 +309,7 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
     def held(group: LocalGroup) -> int:
         with Ring(group) as ring:
             leaves = [torch.randn(1, 512, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-            out = ring_attention(*leaves, layout=problem.held, ring=ring, causal=True)
+            out = ring_attention(*leaves, layout=problem.token_layout, ring=ring, causal=True)
             assert isinstance(out, Tensor)
             torch.autograd.grad(out.sum(), leaves)
             return sum(slots.count * slots.nbytes for slots in (ring._kv, ring._dkv) if slots is not None)
@@ -308,11 +317,13 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
     with LocalWorld(2) as world:
         slots = world.run(held)[0]
     assert slots == memory_table.ring_slots(problem)
-    shards = 2 * 512 * memory_table.inputs(problem)  # a copy on both ranks
+    shards = 2 * 512 * memory_table.input_bytes(problem)  # a copy on both ranks
     for device in ("cpu", "cuda"):
         for kinds, more in (([OURS], 4 * slots), ([OURS, ALL_GATHER], 4 * slots), ([ALL_GATHER], 0)):
             single, three = (
-                runs.needs(replace(problem, device=device), layouts=layouts, kinds=kinds)  # two ranks on one GPU
+                measure.ring_needs(
+                    replace(problem, device=device), layouts=layouts, kinds=kinds
+                )  # two ranks on one GPU
                 for layouts in (["zigzag"], ["zigzag", "contiguous", "striped"])
             )
             assert three.host + three.gpu - single.host - single.gpu == 2 * shards + more

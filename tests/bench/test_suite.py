@@ -20,26 +20,26 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common.memory_table import ALL_CORES, BASELINE, WHOLE
+from ringattn.bench.common.memory_table import ALL_CORES, BASELINE, ONE_DEVICE
 from ringattn.bench.common.provenance import provenance
-from ringattn.bench.common.result import Result, Row, read
-from ringattn.bench.links.command import steps
-from ringattn.bench.ring.candidates import chosen
+from ringattn.bench.common.result import Result, Row, read_result
+from ringattn.bench.links.command import message_sizes
+from ringattn.bench.ring.candidates import select_makers
 from ringattn.bench.suite import command as suite
-from ringattn.bench.suite import device_cases, parts, processes
-from ringattn.bench.suite.parts import FILE, OUT, PYTHON, SECONDS, Part
+from ringattn.bench.suite import device_cases, part_processes, suite_parts
+from ringattn.bench.suite.suite_parts import FILE, OUT, PYTHON, SECONDS, SuitePart
 
 from ..support import suite_stand_in
-from ..support.watch_cases import Clock
+from ..support.watch_cases import ManualClock
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
 
 
-def part(name: str, *words: str, code: str = "", seconds: float = 5.0, **more: Any) -> Part:
+def part(name: str, *words: str, code: str = "", seconds: float = 5.0, **more: Any) -> SuitePart:
     """Return a part that imports neither torch nor this package."""
-    return Part(name, "", (PYTHON, "-S", "-c", code, *words), seconds, **more)
+    return SuitePart(name, "", (PYTHON, "-S", "-c", code, *words), seconds, **more)
 
 
 GOOD = part("good")
@@ -62,10 +62,10 @@ def results(**changes: Any) -> dict[str, Any]:
 ])  # fmt: skip
 def test_a_folder_with_other_results_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(results(provenance={**HERE, "date": "another"})))
-    assert suite.earlier(tmp_path, HERE) == [ROW]
+    assert suite.read_earlier_rows(tmp_path, HERE) == [ROW]
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(typer.BadParameter, match="move the file") as refused:
-        suite.earlier(tmp_path, HERE)
+        suite.read_earlier_rows(tmp_path, HERE)
     assert message in str(refused.value) and "results.json" in str(refused.value)
 
 
@@ -82,9 +82,9 @@ def test_refusals(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatc
     assert ran.exit_code == 2 and message in ran.output, ran.output
 
 
-def run(parts: list[Part], out: Path, budget: float = 60.0) -> dict[object, Row]:
+def run(parts: list[SuitePart], out: Path, budget: float = 60.0) -> dict[object, Row]:
     ends = time.monotonic() + budget
-    return {row["part"]: row for row in processes.run(parts, out=out, device="cpu", ends=ends, width=2)}
+    return {row["part"]: row for row in part_processes.run_parts(parts, out=out, device="cpu", end_time=ends, width=2)}
 
 
 CHILD = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-S', '-c', {}], start_new_session=True); "
@@ -99,7 +99,7 @@ def leaves(failed: list[str] | None = None, notes: list[str] | None = None) -> s
 
 def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The part that hangs has a child in another session, which must end, too.
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(part_processes, "GRACE_SECONDS", 60.0)
     child = CHILD.format(repr(HANGS)) + f"open({str(tmp_path / 'child')!r}, 'w').write(str(p.pid)); "
     result = run(
         [
@@ -135,7 +135,8 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
 def test_the_next_call_ends_orphaned_parts(tmp_path: Path) -> None:
     orphan, other = (
         subprocess.Popen(
-            [sys.executable, "-S", "-c", HANGS], env=os.environ | {processes.MARK: f"{processes.mark_of(out)}1.1|"}
+            [sys.executable, "-S", "-c", HANGS],
+            env=os.environ | {part_processes.MARK: f"{part_processes.folder_mark(out)}1.1|"},
         )
         for out in (tmp_path, tmp_path / "x")
     )
@@ -150,12 +151,12 @@ def test_the_next_call_ends_orphaned_parts(tmp_path: Path) -> None:
 def test_a_signal_ends_parts_and_keeps_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signals = f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); "
     listed = [part("first"), part("hangs", code=signals + HANGS, beside="x"), part("waits", beside="x")]
-    monkeypatch.setattr(parts, "parts_of", lambda kind: listed)
+    monkeypatch.setattr(suite_parts, "list_parts", lambda kind: listed)
     monkeypatch.setattr(suite, "MOST_SIDE_BY_SIDE", 1)
     ran = CliRunner().invoke(suite.app, ["--device", "cpu", "--out", str(tmp_path)])
     assert ran.exit_code == 130 and "interrupted: finished parts are kept" in ran.output and not ran.stdout
-    assert [row["part"] for row in read(tmp_path / "results.json").rows] == ["first"]
-    assert not [*processes.marked(processes.mark_of(tmp_path))]
+    assert [row["part"] for row in read_result(tmp_path / "results.json").rows] == ["first"]
+    assert not [*part_processes.marked_processes(part_processes.folder_mark(tmp_path))]
 
 
 def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
@@ -187,16 +188,16 @@ os.remove(sys.argv[1])
     run(listed, tmp_path)
     counts = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abcd"]
     assert max(counts) == 2 and counts[3] == 1
-    groups = processes.grouped([*listed, part("absent", missing="no GPU")])
-    assert [processes.seconds_of(group, 2) for group in groups] == [10.0, 5.0, 0.0]
+    groups = part_processes.group_parts([*listed, part("absent", missing="no GPU")])
+    assert [part_processes.group_seconds(group, 2) for group in groups] == [10.0, 5.0, 0.0]
 
 
 def test_missing_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # The shortest part needs at least half of its time. A missing part needs none.
     listed = [part("long", seconds=60.0), part("short", seconds=10.0), part("absent", seconds=1.0, missing="no GPU")]
-    now = Clock(monkeypatch).now
-    assert processes.short_of(listed, now + 6) == processes.short_of(listed[2:], now) == 0
-    assert processes.short_of(listed, now + 2) == 3
+    now = ManualClock(monkeypatch).now
+    assert part_processes.missing_seconds(listed, now + 6) == part_processes.missing_seconds(listed[2:], now) == 0
+    assert part_processes.missing_seconds(listed, now + 2) == 3
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cuda", 2), ("cuda", 4), ("cpu", 0)])
@@ -204,53 +205,55 @@ def test_parts_are_commands_that_leave_a_result(
     device: str, gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    listed = parts.parts_of(device)
+    listed = suite_parts.list_parts(device)
     assert len({candidate.file for candidate in listed}) == len(listed)
     places = {FILE: str(tmp_path / "a.json"), OUT: str(tmp_path), SECONDS: "10"}
     for candidate in listed:
         assert FILE in candidate.command and "tests" not in candidate.command_line
         command = candidate.command[candidate.command.index(PYTHON) :]
-        _, _, module, *words = (processes.filled(word, places) for word in command)
+        _, _, module, *words = (part_processes.fill_placeholders(word, places) for word in command)
         if module == "ringattn":
             name = " ".join(words[: 1 + (words[0] == "bench")])
             app = import_module(f"ringattn.{cli.COMMANDS[name][0]}").app
             # raises on unknown flags
             context = typer.main.get_command(app).make_context(name, words[len(name.split()) :])
             if name == "bench links":
-                assert steps(*(context.params[flag] for flag in ("minbytes", "maxbytes", "stepfactor")))
+                assert message_sizes(*(context.params[flag] for flag in ("minbytes", "maxbytes", "stepfactor")))
         else:
             inspect.signature(device_cases.CASES[device][words[0]]).bind(CPU)
 
 
 def test_nccl_library_is_preloaded_if_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(parts.NCCL_LIBRARY, "/opt/libnccl.so.2")
+    monkeypatch.setenv(suite_parts.NCCL_LIBRARY, "/opt/libnccl.so.2")
     for gpus, before in ((1, ("env", "LD_PRELOAD=/opt/libnccl.so.2")), (2, ())):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         for name in ("nccl-2", "killed nccl"):
-            (found,) = [candidate for candidate in parts.gpu_parts() if candidate.name == name]
+            (found,) = [candidate for candidate in suite_parts.gpu_parts() if candidate.name == name]
             assert found.command[: len(before)] == before and found.command[len(before)] == PYTHON
 
 
 def test_parts_of_a_gpu_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = parts.gpu_parts()
-    total = sum(processes.seconds_of(group, len(listed)) for group in processes.grouped(listed))
+    listed = suite_parts.gpu_parts()
+    total = sum(part_processes.group_seconds(group, len(listed)) for group in part_processes.group_parts(listed))
     assert total <= 480 - suite.WRITING_SECONDS
     names = [part.name for part in listed]
     assert names[0] == "launches" and names[-1] == "tune"
     assert names.index("ceilings") < names.index("local-4") < names.index("killed nccl_one_sided")
     for gpus, between in ((3, ["ring"]), (8, ["nccl-4", "ring", "Ulysses x ring"])):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert [part.name for part in parts.gpu_parts()] == [*names[:-1], "links", "overlap", *between, "tune"]
+        assert [part.name for part in suite_parts.gpu_parts()] == [*names[:-1], "links", "overlap", *between, "tune"]
 
 
 def test_every_candidate_of_four_gpus_is_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     prefixes = [
-        part.command[part.command.index("--by") + 1].split(",") for part in parts.gpu_parts() if "--by" in part.command
+        part.command[part.command.index("--by") + 1].split(",")
+        for part in suite_parts.gpu_parts()
+        if "--by" in part.command
     ]
-    names = [{*chosen(["zigzag"], by, [8])} for by in prefixes]
-    assert len(names) == 2 and names[0] & names[1] == {WHOLE}
-    assert names[0] | names[1] == {*chosen(["zigzag"], (), [8])} - {ALL_CORES, BASELINE}  # these run on the CPU
+    names = [{*select_makers(["zigzag"], by, [8])} for by in prefixes]
+    assert len(names) == 2 and names[0] & names[1] == {ONE_DEVICE}
+    assert names[0] | names[1] == {*select_makers(["zigzag"], (), [8])} - {ALL_CORES, BASELINE}  # these run on the CPU
 
 
 def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,12 +264,12 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         part("fails", code=f"{shown}; raise ValueError('no')"),
         part("last", missing="no GPU"),
     ]
-    monkeypatch.setattr(parts, "parts_of", lambda kind: listed)
+    monkeypatch.setattr(suite_parts, "list_parts", lambda kind: listed)
     flags = ["bench", "suite", "--device", "cpu", "--out", str(out)]
 
     def call(*more: str) -> tuple[int, dict[str, str], str]:
         ran = CliRunner().invoke(cli.app, [*flags, *more])
-        rows = read(out / "results.json").rows
+        rows = read_result(out / "results.json").rows
         return ran.exit_code, {row["part"]: row["state"] for row in rows}, ran.output
 
     code, states, text = call("--only", "first")
@@ -280,7 +283,7 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "2 parts have results" in text and "FAILED: fails: exit code 1: ValueError: no" in text
     during = json.loads((out / "logs" / "fails.txt").read_text().rpartition("Traceback")[0])
     assert [row["state"] for row in during["rows"]] == ["done", "not here"]
-    assert read(out / "results.json").failed == ["fails: exit code 1: ValueError: no"]
+    assert read_result(out / "results.json").failed == ["fails: exit code 1: ValueError: no"]
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts have results" in text and "first" not in text
     assert count.read_text() == "x"
@@ -291,9 +294,9 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.nightly
 def test_rehearsal_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = suite_stand_in.rehearsed()
+    listed = suite_stand_in.rehearsed_parts()
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr(parts, "parts_of", lambda kind: listed)
+    monkeypatch.setattr(suite_parts, "list_parts", lambda kind: listed)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     flags = ["bench", "suite", "--device", "cpu", "--budget", "1200", "--out", str(tmp_path)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -302,8 +305,8 @@ def test_rehearsal_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # CPU time, because other processes may be running
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180
-    rows = read(tmp_path / "results.json").rows
-    assert [row["part"] for row in rows] == [part.name for part in parts.gpu_parts()]
+    rows = read_result(tmp_path / "results.json").rows
+    assert [row["part"] for row in rows] == [part.name for part in suite_parts.gpu_parts()]
     assert {row["state"] for row in rows} == {"done"}
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in ("host.json", "beside_NCCL.json", "tune.json"))

@@ -16,22 +16,22 @@ from typer.testing import CliRunner
 from ringattn import LocalWorld
 from ringattn.bench.common import launching, memory
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.ranks import LAUNCHERS, member
-from ringattn.bench.common.result import read
-from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.links import PRESETS, Links
-from ringattn.bench.predict.ring import predicted
+from ringattn.bench.common.ranks import LAUNCHERS, launched_rank
+from ringattn.bench.common.result import read_result
+from ringattn.bench.predict.links import PRESETS, ClusterLinks
+from ringattn.bench.predict.predicted_call import PredictedCall
+from ringattn.bench.predict.ring_time import predict_passes
 from ringattn.bench.predict.speed import gpu_speed
-from ringattn.bench.predict.timelines import timeline
+from ringattn.bench.predict.timelines import predicted_timeline
 from ringattn.bench.timeline import command as timeline_bench
-from ringattn.bench.timeline import runs
-from ringattn.bench.timeline.events import LANES, Event, Timeline, alike, as_chrome, from_chrome
-from ringattn.bench.timeline.runs import Offset, offset
+from ringattn.bench.timeline import record
+from ringattn.bench.timeline.events import LANES, Event, Timeline, as_chrome, from_chrome, is_same_call
+from ringattn.bench.timeline.record import ClockOffset, measure_clock_offset
 from ringattn.comm import LocalGroup
-from ringattn.comm.control import control_of
+from ringattn.comm.control import open_control
 from ringattn.ring import Mask
 
-from ..support.forked import results
+from ..support.rank_processes import group_results
 
 PROBLEM = AttentionConfig(seqlen=128, world=4, heads=2, kv_heads=2, head_dim=16)
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_files_without_a_timeline_are_refused(change: dict[str, Any], message: s
 
 
 def test_rows_of_a_timeline() -> None:
-    result = timeline_bench.result_of(TWO_RANKS)
+    result = timeline_bench.timeline_result(TWO_RANKS)
     assert result.rows == [
         {"rank": 0, "compute": pytest.approx(3), "wait": pytest.approx(1), "send": 0, "receive": 0, "computing": 75},
         {"rank": 1, "compute": 4, "wait": 0, "send": 3, "receive": 0, "computing": 100},
@@ -84,43 +84,47 @@ def test_rows_of_a_timeline() -> None:
 def test_clocks_of_other_machines_are_aligned_with_rank_0() -> None:
     ahead, machines = (0.0, 1000.0, 0.0, -3.5), "abac"
 
-    def of_a_rank(group: LocalGroup) -> Offset:
+    def of_a_rank(group: LocalGroup) -> ClockOffset:
         mine = group.rank()
-        return offset(control_of(group), now=lambda: time.perf_counter() + ahead[mine], name=lambda: machines[mine])
+        return measure_clock_offset(
+            open_control(group), now=lambda: time.perf_counter() + ahead[mine], name=lambda: machines[mine]
+        )
 
     with LocalWorld(4) as world:
         offsets = world.run(of_a_rank)
-    assert offsets[0] == offsets[2] == Offset(0, 0)
+    assert offsets[0] == offsets[2] == ClockOffset(0, 0)
     for rank in (1, 3):
         assert 0 < offsets[rank].error < 30
         assert abs(offsets[rank].seconds + ahead[rank]) <= offsets[rank].error + 1e-6
 
 
 def clock_of(rank: int) -> str:
-    return runs.clock_name()
+    return record.clock_name()
 
 
 def test_processes_of_one_machine_share_a_clock() -> None:
     # The clock is shared only within a boot and a time namespace.
-    names = results(2, clock_of)
-    assert {*names} == {runs.clock_name()}
+    names = group_results(2, clock_of)
+    assert {*names} == {record.clock_name()}
     parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/time")]
     assert all(part in names[0] for part in parts)
 
 
 def test_processes_with_unknown_clocks_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "Path", lambda path: Path("/nowhere"))
-    mine = runs.clock_name()
+    monkeypatch.setattr(record, "Path", lambda path: Path("/nowhere"))
+    mine = record.clock_name()
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert mine != runs.clock_name()
+    assert mine != record.clock_name()
 
 
 @pytest.mark.parametrize(("layout", "causal"), [("zigzag", True), ("contiguous", False)])
 def test_a_prediction_uses_the_slots_of_the_real_ring(layout: str, causal: bool) -> None:
-    call = Call(32, 4, layout, Mask(causal=causal), heads=2, kv_heads=2, head_dim=16, dtype="float32")
-    prediction = timeline("", predicted(call, gpu_speed("h100"), Links(PRESETS["nvlink4"], PRESETS["ib400"])), call)
-    measured = runs.virtual(replace(PROBLEM, layout=layout, causal=causal), CPU, 1)
-    assert measured is not None and alike(measured, prediction)
+    call = PredictedCall(32, 4, layout, Mask(causal=causal), heads=2, kv_heads=2, head_dim=16, dtype="float32")
+    prediction = predicted_timeline(
+        "", predict_passes(call, gpu_speed("h100"), ClusterLinks(PRESETS["nvlink4"], PRESETS["ib400"])), call
+    )
+    measured = record.virtual_timeline(replace(PROBLEM, layout=layout, causal=causal), CPU, 1)
+    assert measured is not None and is_same_call(measured, prediction)
     uses = [
         sorted((e.rank, e.lane, e.phase, e.hop, e.name) for e in each.events if e.lane not in LANES)
         for each in (measured, prediction)
@@ -130,14 +134,14 @@ def test_a_prediction_uses_the_slots_of_the_real_ring(layout: str, causal: bool)
 
 
 def test_a_timeline_of_virtual_ranks() -> None:
-    measured = runs.virtual(PROBLEM, CPU, 2)
+    measured = record.virtual_timeline(PROBLEM, CPU, 2)
     assert measured is not None and measured.source == "measured" and measured.world == 4
     assert {event.rank for event in measured.events} == {0, 1, 2, 3}
     lanes = {event.lane for event in measured.events}
     assert {*LANES} < lanes and {"slot 0", "slot 1", "slot 2", "dK/dV slot 0", "dK/dV slot 1"} <= lanes
     assert min(event.begin for event in measured.events) == 0
     assert measured.about["call"]["seqlen"] == 128 and measured.about["clock_error"] == 0
-    assert all(0 < row["compute"] < measured.seconds * 1e3 for row in timeline_bench.result_of(measured).rows)
+    assert all(0 < row["compute"] < measured.seconds * 1e3 for row in timeline_bench.timeline_result(measured).rows)
     sent, received = (
         sorted((event.phase, event.name, event.nbytes) for event in measured.events if event.lane == lane)
         for lane in ("send", "receive")
@@ -157,7 +161,7 @@ def test_timeline_of_real_processes(tmp_path: Path) -> None:
     assert measured.about["provenance"]["command"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "clocks of the ranks agree" in ran.output
-    assert [row["rank"] for row in read(target).rows] == [0, 1]
+    assert [row["rank"] for row in read_result(target).rows] == [0, 1]
 
 
 @pytest.mark.usefixtures("alone")
@@ -172,7 +176,7 @@ def test_device_under_a_launcher(flags: list[str], where: str, monkeypatch: pyte
     ran: list[str] = []
 
     def in_group(kind: str, *_: object) -> None:
-        place = member()
+        place = launched_rank()
         assert place is not None
         ran.append(str(place.shared_device(kind)))
 
@@ -182,7 +186,7 @@ def test_device_under_a_launcher(flags: list[str], where: str, monkeypatch: pyte
 
 
 def test_rank_0_alone_writes_the_trace(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "measured", lambda *_: TWO_RANKS)
+    monkeypatch.setattr(record, "run_timeline", lambda *_: TWO_RANKS)
     for rank in ("1", "0"):
         for name, value in (("RANK", rank), ("WORLD_SIZE", "2")):
             monkeypatch.setenv(name, value)

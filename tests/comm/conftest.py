@@ -6,7 +6,7 @@ import pytest
 
 from ..support.cuda.device import Device, install_streams
 from ..support.cuda.nccl import Fabric, install_nccl
-from ..support.watch_cases import Clock
+from ..support.watch_cases import ManualClock
 
 
 @pytest.fixture
@@ -22,5 +22,5 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    return ManualClock(monkeypatch)

@@ -23,12 +23,12 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from ringattn.comm import LocalGroup, LocalWorld, TransportError, processes
 from ringattn.comm import control as control_module
-from ringattn.comm.control import Control, LocalConnection, StoreConnection, connect, control_of
+from ringattn.comm.control import Control, LocalConnection, StoreConnection, connect_store, open_control
 from ringattn.comm.processes import has_ended, own_process
 from ringattn.comm.world import Hub
 
-from ..support.forked import Ranks, ending, join, serve
-from ..support.transport_cases import HANGS, until
+from ..support.rank_processes import RankProcesses, call_outcome, join_group, start_store
+from ..support.transport_cases import HANGS, wait_until
 from ..support.watch_cases import MemoryConnection
 
 T = TypeVar("T")
@@ -44,12 +44,12 @@ def on_all(controls: list[Control], fn: Callable[[Control], T]) -> list[T]:
 
 
 def serve_store(rank: int, pipe: Connection) -> None:
-    store = serve()
+    store = start_store()
     pipe.send(store.port)
     time.sleep(60)
 
 
-class StoreHost(Ranks):
+class StoreHost(RankProcesses):
     """A process that serves a TCPStore and can be stopped or killed."""
 
     def __init__(self) -> None:
@@ -86,12 +86,12 @@ def test_rank_0_merges_and_propagates_errors_to_all() -> None:
 
     def ends(control: Control) -> str:
         with pytest.raises((ValueError, TransportError)) as caught:
-            control.merged(control.rank or None, merge, what="shapes")
+            control.gather_merged(control.rank or None, merge, what="shapes")
         return f"{caught.type.__name__}: {caught.value}"
 
     store = HashStore()
     controls = [opened(store, rank, 3) for rank in range(3)]
-    results = on_all(controls, lambda control: control.merged(control.rank, merge, what="shapes"))
+    results = on_all(controls, lambda control: control.gather_merged(control.rank, merge, what="shapes"))
     assert results == [{"values": [0, 1, 2]}] * 3
     message = "TransportError: shapes: rank 0: ValueError: a rank sent no shape"
     assert on_all(controls, ends) == ["ValueError: a rank sent no shape", message, message]
@@ -99,17 +99,17 @@ def test_rank_0_merges_and_propagates_errors_to_all() -> None:
 
 
 def test_one_connection_per_group_and_no_values_of_an_earlier_group() -> None:
-    store = serve()
+    store = start_store()
     for turn in range(2):
         dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=0, world_size=1)
         group = dist.group.WORLD
         assert group is not None
         try:
-            control = control_of(group)
+            control = open_control(group)
             assert control.gather(turn, what="turns") == [turn]
-            assert control_of(group).gather(-1, what="turns") == [-1]
-            assert control_of(group)._connection is control._connection
-            assert control.look("left") is None
+            assert open_control(group).gather(-1, what="turns") == [-1]
+            assert open_control(group)._connection is control._connection
+            assert control.read_key("left") is None
             control.publish("left", turn)
         finally:
             dist.destroy_process_group()
@@ -127,7 +127,7 @@ def test_virtual_ranks_do_not_wait_for_a_rank_that_is_gone(ends: Callable[[Local
             ends(group)
             return
         with pytest.raises(TransportError, match=match) as caught:
-            control_of(group).gather(0, what="shapes")
+            open_control(group).gather(0, what="shapes")
         messages.append(str(caught.value))
 
     with LocalWorld(3, device="cpu") as world, suppress(ZeroDivisionError):
@@ -137,14 +137,14 @@ def test_virtual_ranks_do_not_wait_for_a_rank_that_is_gone(ends: Callable[[Local
 
 def test_the_last_rank_to_close_a_scope_empties_it() -> None:
     store = HashStore()
-    rings = [opened(store, rank, 2).fresh_scope("ring") for rank in range(2)]
+    rings = [opened(store, rank, 2).new_scope("ring") for rank in range(2)]
     for _ in range(3):  # values that all ranks have read are deleted while the scope is open
         on_all(rings, lambda ring: ring.gather(ring.rank, what="ranks"))
-    until(lambda: store.num_keys() == 1)  # only the last answer is left
+    wait_until(lambda: store.num_keys() == 1)  # only the last answer is left
     rings[0].publish("news", 1)
     rings[1].scope("inner").count("came", 1)
     rings[0].close()
-    assert rings[1].look("news") == 1
+    assert rings[1].read_key("news") == 1
     rings[0].publish("late", 1)  # the watchdog may still publish
     rings[0].close()
     rings[1].close()
@@ -153,9 +153,12 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
 
 
 def test_the_interval_between_liveness_checks_grows_during_a_wait() -> None:
-    looks = control_module.Looks()
-    assert [now / 4 for now in range(160) if looks.due(now / 4)] == [1, 2, 4, 8, 16, 26, 36]
-    assert [now for now in range(100, 104) if looks.due(now)] == [101, 102]  # a new wait starts with the short interval
+    looks = control_module.CheckSchedule()
+    assert [now / 4 for now in range(160) if looks.is_due(now / 4)] == [1, 2, 4, 8, 16, 26, 36]
+    assert [now for now in range(100, 104) if looks.is_due(now)] == [
+        101,
+        102,
+    ]  # a new wait starts with the short interval
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
@@ -166,12 +169,12 @@ def test_has_ended_is_true_only_for_a_process_known_to_be_over(
     assert not has_ended([machine, number, start])
     assert has_ended([machine, number, "1"])  # the number now belongs to another process
     child = subprocess.Popen(["sleep", "60"])
-    who = [machine, str(child.pid), processes._stat(str(child.pid))[processes.START]]
+    who = [machine, str(child.pid), processes._stat(str(child.pid))[processes.START_TIME]]
     assert not has_ended(who)
     child.kill()
     if asked_for:
         child.wait()
-    until(lambda: has_ended(who))
+    wait_until(lambda: has_ended(who))
     child.wait()
     for unknown in (["another machine", *who[1:]], ["", *who[1:]], [*who, 1], "1", None):
         assert not has_ended(unknown)
@@ -181,18 +184,18 @@ def test_has_ended_is_true_only_for_a_process_known_to_be_over(
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_gather_publish_and_exchange_through_every_store(kind: str, tmp_path: Path) -> None:
-    served: Any = HashStore() if kind == "hash" else serve()
+    served: Any = HashStore() if kind == "hash" else start_store()
     stores = [FileStore(str(tmp_path / "store"), 3) if kind == "file" else PrefixStore("group", served)] * 3
     controls = [opened(store, rank, 3) for rank, store in enumerate(stores)]
     for turn in range(3):
         values = on_all(controls, lambda control, turn=turn: control.gather((turn, control.rank), what="turns"))  # type: ignore[misc]
         assert values == [[[turn, rank] for rank in range(3)]] * 3
     first, second, _ = controls
-    assert first.look("news") is None
+    assert first.read_key("news") is None
     for news in ({"b": "\x00\udc80"}, 2):
         second.publish("news", news)
         # A TCP store does not confirm writes, so another connection may briefly see the old value.
-        until(lambda news=news: first.look("news") == news)  # type: ignore[misc]
+        wait_until(lambda news=news: first.read_key("news") == news)  # type: ignore[misc]
     assert first.exchange({"x": 1, "y": None}, ["x", "y", "z", "news"]) == {"x": 1, "y": None, "news": 2}
 
 
@@ -207,7 +210,7 @@ def test_late_ranks_are_named_and_a_gather_can_be_stopped() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         waiting_rank = pool.submit(gather, second, HANGS)  # rank 0 publishes the error
-        until(lambda: second.look("gather0/2") is not None)
+        wait_until(lambda: second.read_key("gather0/2") is not None)
         gather(first, 0.3)
         waiting_rank.result()
     for rank in (0, 2):  # rank 2 finds the late ranks itself if rank 0 is silent
@@ -226,7 +229,7 @@ def test_a_closed_connection_gives_its_socket_back(host: StoreHost) -> None:
     connection = StoreConnection(host.client())
     files = len(os.listdir("/proc/self/fd"))
     connection.close()
-    until(lambda: len(os.listdir("/proc/self/fd")) < files)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) < files)
 
 
 def test_a_killed_store_raises_at_once(host: StoreHost, capfd: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +239,7 @@ def test_a_killed_store_raises_at_once(host: StoreHost, capfd: pytest.CaptureFix
     begun = time.monotonic()
     calls: list[Callable[[], object]] = [
         lambda: control.exchange({"x": 1}, ["x"]),  # a TCPStore confirms reads only
-        lambda: control.look("x"),
+        lambda: control.read_key("x"),
         lambda: control.gather(1, what="shapes"),
     ]
     for call in calls:
@@ -252,19 +255,19 @@ def test_a_killed_store_raises_at_once(host: StoreHost, capfd: pytest.CaptureFix
 
 
 def test_an_unresponsive_store_blocks_no_rank(host: StoreHost) -> None:
-    control = Control(StoreConnection(host.client()), 0, 2, "test/").fresh_scope("ring").scope("inner")
+    control = Control(StoreConnection(host.client()), 0, 2, "test/").new_scope("ring").scope("inner")
     control.publish("x", 1)
     client = host.client()
     host.stop()
     control.patience = 0.5
     for timeout, match in ((0.3, r"has not answered for 0\.3 s"), (60, r"has not answered for 0\.5 s")):
         with pytest.raises(TransportError, match=match):
-            control.exchange(look=["x"], timeout=timeout)
+            control.exchange(read=["x"], timeout=timeout)
     with pytest.raises(TransportError, match=r"has not answered for 0\.5 s"):
         StoreConnection(client, 0.5)
     host.signal(signal.SIGCONT)
     control.patience = HANGS
-    assert control.look("x") == 1  # the store was only slow and answers the next request
+    assert control.read_key("x") == 1  # the store was only slow and answers the next request
 
 
 def test_checking_for_gone_ranks_takes_no_longer_than_the_wait(
@@ -275,15 +278,17 @@ def test_checking_for_gone_ranks_takes_no_longer_than_the_wait(
     connection = of_a_group(host.client())
     host.stop()
     with pytest.raises(TransportError, match=r"has not answered for 0\.3 s"):
-        Control(connection, 0, 2, "test/", 0.3).hopeless([1])
+        Control(connection, 0, 2, "test/", 0.3).find_dead_peer([1])
     for rank in range(2):  # rank 0 waits for rank 1; rank 1 waits for rank 0's answer
         looks: list[tuple[int, float]] = []
         memory = MemoryConnection(HashStore())
-        monkeypatch.setattr(memory, "hopeless", lambda gone, _, timeout, looks=looks: looks.append((gone[0], timeout)))
+        monkeypatch.setattr(
+            memory, "find_dead_peer", lambda gone, _, timeout, looks=looks: looks.append((gone[0], timeout))
+        )
         with pytest.raises(TransportError, match=rf"no answer from rank {1 - rank} within 0\.2 s"):
             Control(memory, rank, 2, "test/").gather(0, what="shapes", timeout=0.2)
         assert looks[-1][0] == 1 - rank
-        assert max(timeout for _, timeout in looks) <= control_module.LAST_SECONDS
+        assert max(timeout for _, timeout in looks) <= control_module.FINAL_STORE_SECONDS
 
 
 def of_a_group(store: Store) -> StoreConnection:
@@ -299,14 +304,14 @@ def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(control_module, "connection_closed", lambda group, peer: False)
     child = subprocess.Popen(["sleep", "60"])
     machine, _, _ = own = own_process()
-    ended = [machine, str(child.pid), processes._stat(str(child.pid))[processes.START]]
+    ended = [machine, str(child.pid), processes._stat(str(child.pid))[processes.START_TIME]]
     child.kill()
     child.wait()
     connection = of_a_group(HashStore())
     control = Control(connection, 0, 4, "", HANGS)
     control.exchange({"process/1": own, "process/2": ended})  # rank 3 has not published its process
-    assert control.hopeless([1, 3]) is None
-    assert str(control.hopeless([1, 2, 3])) == "rank 2 is gone: its process has ended"
+    assert control.find_dead_peer([1, 3]) is None
+    assert str(control.find_dead_peer([1, 2, 3])) == "rank 2 is gone: its process has ended"
 
 
 def test_every_store_thread_is_joined_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,19 +330,19 @@ def test_every_store_thread_is_joined_at_exit(monkeypatch: pytest.MonkeyPatch) -
         return thread is second
 
     monkeypatch.setattr(control_module, "_SERVING", serving)
-    monkeypatch.setattr(control_module, "LAST_SECONDS", 0.01)
+    monkeypatch.setattr(control_module, "FINAL_STORE_SECONDS", 0.01)
     monkeypatch.setattr(control_module, "shut_socket", shut)
-    control_module._end_all()
+    control_module._join_store_threads()
     assert not first.is_alive() and not second.is_alive()
 
 
 def test_an_abandoned_request_is_not_sent_to_the_store() -> None:
     connection, gate, done = StoreConnection(HashStore()), threading.Event(), list[Store]()
-    connection.tell(lambda store: gate.wait(HANGS))
+    connection.enqueue(lambda store: gate.wait(HANGS))
     with pytest.raises(TransportError, match=r"has not answered for 0\.05 s"):
-        connection.ask(done.append, 0.05)
+        connection.call_store(done.append, 0.05)
     gate.set()
-    connection.ask(lambda store: store.num_keys(), HANGS)
+    connection.call_store(lambda store: store.num_keys(), HANGS)
     assert not done
 
 
@@ -347,23 +352,23 @@ def test_a_failure_of_a_request_without_a_waiter_is_ignored() -> None:
     def fail(store: Store) -> None:
         raise dist.DistError("the store is gone")
 
-    connection.tell(fail)
-    assert connection.ask(lambda store: store.num_keys(), HANGS) == 0
+    connection.enqueue(fail)
+    assert connection.call_store(lambda store: store.num_keys(), HANGS) == 0
 
 
 def connect_late(rank: int, pipe: Connection) -> None:
-    store = serve() if rank == 0 else pipe.recv()
+    store = start_store() if rank == 0 else pipe.recv()
     if rank == 0:
         pipe.send(store.port)
-    join(rank, 2, store)
+    join_group(rank, 2, store)
     pipe.send("joined")
     pipe.recv()
     assert dist.group.WORLD is not None
-    pipe.send(ending(lambda: control_of(dist.group.WORLD, 2.0)))  # type: ignore[arg-type]
+    pipe.send(call_outcome(lambda: open_control(dist.group.WORLD, 2.0)))  # type: ignore[arg-type]
 
 
 def test_a_rank_0_that_is_killed_while_others_connect_is_named() -> None:
-    with Ranks(2, connect_late) as ranks:
+    with RankProcesses(2, connect_late) as ranks:
         ranks.ends[1].send(ranks.receive(0))
         assert [ranks.receive(rank) for rank in range(2)] == ["joined"] * 2
         ranks.processes[0].kill()
@@ -375,7 +380,7 @@ def test_a_rank_0_that_is_killed_while_others_connect_is_named() -> None:
 
 
 def test_no_wait_is_longer_than_the_patience_of_a_control() -> None:
-    control = Control(MemoryConnection(HashStore()), 0, 2, "test/", 0.2).fresh_scope("ring").scope("inner")
+    control = Control(MemoryConnection(HashStore()), 0, 2, "test/", 0.2).new_scope("ring").scope("inner")
     with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.2 s"):
         control.gather(0, what="shapes", timeout=HANGS)
 
@@ -386,7 +391,7 @@ def test_invalid_store_values_are_refused(value: bytes) -> None:
     control = opened(store, 0, 2)
     for key in ("news", "gather0/1"):
         store.set(f"test/{key}", value)  # type: ignore[arg-type]
-    reads: list[Callable[[], object]] = [lambda: control.look("news"), lambda: control.gather(1, what="shapes")]
+    reads: list[Callable[[], object]] = [lambda: control.read_key("news"), lambda: control.gather(1, what="shapes")]
     for read in reads:
         with pytest.raises(TransportError, match=r"^test/(news|gather0/1) is not JSON"):
             read()
@@ -396,17 +401,17 @@ def test_answers_of_ranks_that_returned_early_are_read(monkeypatch: pytest.Monke
     """Let rank 2 answer and return after rank 0's 3rd look at the store, and rank 1 after the 4th."""
     hub, looks, moments = Hub(3, timeout=5.0), itertools.count(1), {3: 2, 4: 1}
     connection = LocalConnection(LocalGroup(hub, 0))
-    ask = connection.ask
+    ask = connection.call_store
 
     def asking(do: Callable[[Store], T], timeout: float) -> T:
         answers = ask(do, timeout)
         rank = moments.get(next(looks)) if answers is False else None
         if rank is not None:
             Control(connection, rank, 3, "test/").publish(str(rank), rank)
-            hub.end(rank)
+            hub.end_rank(rank)
         return answers
 
-    monkeypatch.setattr(connection, "ask", asking)
+    monkeypatch.setattr(connection, "call_store", asking)
     control = Control(connection, 0, 3, "test/")
     control.publish("0", 0)
     assert control.collect({0: "0", 1: "1", 2: "2"}, what="a test", timeout=5.0) == [0, 1, 2]
@@ -414,13 +419,13 @@ def test_answers_of_ranks_that_returned_early_are_read(monkeypatch: pytest.Monke
 
 def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share torchrun's store between two attempts. In the first one, rank 1 died before it used a ring."""
-    served = serve()
+    served = start_store()
     prefixes = []
     for attempt, ranks in enumerate([[0], [0, 1]]):
         store = PrefixStore(f"/worker/attempt_{attempt}", served)
         monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group, store=store: store)
         groups: list[Any] = [Mock(group_name="0", rank=Mock(return_value=rank)) for rank in ranks]
-        connections = [connect(group, 5.0) for group in groups]
+        connections = [connect_store(group, 5.0) for group in groups]
         prefixes += [connection.prefix for connection in connections]
         for connection in connections:
             connection.close()

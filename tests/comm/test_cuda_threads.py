@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import DONE, cuda_threads, kept
-from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, start, within
-from ringattn.comm.transports.lanes import StreamLane
+from ringattn.comm import DONE, cuda_threads, group_cache
+from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, run_with_timeout, start_thread
+from ringattn.comm.transports.copy_streams import CudaCopyStream
 from ringattn.comm.watchdog.watch import Watch, _tick
 
 from ..support.cuda.device import GLOBAL, THREAD_LOCAL, Device
-from ..support.watch_cases import controls
+from ..support.watch_cases import memory_controls
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -31,8 +31,8 @@ def test_device_and_capture_mode_are_set_and_restored(device: Device) -> None:
         raise KeyError
     assert place(device) == (0, GLOBAL)
     states: list[tuple[int, int]] = []
-    start(lambda: states.append(place(device)), CUDA, "test").join()
-    assert within(60.0, lambda: states.append(place(device)), CUDA, "test")
+    start_thread(lambda: states.append(place(device)), CUDA, "test").join()
+    assert run_with_timeout(60.0, lambda: states.append(place(device)), CUDA, "test")
     assert states == [(1, THREAD_LOCAL)] * 2
 
 
@@ -46,15 +46,15 @@ def test_no_cuda_context_is_created(where: torch.device, initialized: bool, monk
 
 
 def test_a_tick_polls_transfers_and_spans_during_a_capture_on_another_device(device: Device) -> None:
-    lane = StreamLane(CUDA)
-    watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=list)
-    watch.begin("forward")
+    lane = CudaCopyStream(CUDA)
+    watch = Watch(memory_controls(2)[0], deadline=None, device=CUDA, transports=list)
+    watch.begin_loop("forward")
     with watch.span("compute"):
         pass
-    watch.posted("hop 1", lane.point(), [DONE, lane.mark()], [(1, 64)], [])
+    watch.add_post("hop 1", lane.record_point(), [DONE, lane.mark()], [(1, 64)], [])
     device.captures = True
     _tick([watch])
-    assert watch.stopped() is None and not watch._posts.busy and not watch._telemetry.stopwatch._running
+    assert watch.failure_reason() is None and not watch._posts.is_busy and not watch._telemetry.stopwatch._running
 
 
 def test_a_ring_that_dies_during_a_tick_is_freed_on_its_device(device: Device) -> None:
@@ -76,7 +76,7 @@ def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> N
             closed.append(place(device))
 
     closed: list[tuple[int, int]] = []
-    kept.end({kept.CONNECTION: Ring(), CUDA: Ring()})
+    group_cache.close_group_cache({group_cache.CONNECTION_KEY: Ring(), CUDA: Ring()})
     assert closed == [(0, GLOBAL), (1, THREAD_LOCAL)]
 
 
@@ -95,12 +95,12 @@ def test_the_capture_mode_is_exchanged_in_the_cuda_runtime_of_torch(
         return SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange) if len(loaded) == 1 else object()
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    cuda_threads._exchange.cache_clear()
+    cuda_threads._load_exchange_mode.cache_clear()
     assert exchange_capture_mode(THREAD_LOCAL) == GLOBAL
     assert exchange_capture_mode(GLOBAL) == THREAD_LOCAL
     assert loaded == [str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so")]
-    cuda_threads._exchange.cache_clear()
+    cuda_threads._load_exchange_mode.cache_clear()
     assert exchange_capture_mode(THREAD_LOCAL) == exchange_capture_mode(THREAD_LOCAL) == THREAD_LOCAL
     (record,) = caplog.records  # a runtime without the function is logged once
     assert "graph capture in another thread may fail" in record.message
-    cuda_threads._exchange.cache_clear()
+    cuda_threads._load_exchange_mode.cache_clear()

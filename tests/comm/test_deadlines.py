@@ -7,43 +7,50 @@ from typing import Any
 import pytest
 
 from ringattn.comm.watchdog.deadlines import (
-    FIRST_SECONDS,
-    LEAST_SECONDS,
-    LONGESTS,
-    LOOKS,
-    MEDIANS,
+    FIRST_DEADLINE_SECONDS,
+    LONGEST_FACTOR,
+    MAX_POLLED_POSTS,
+    MEDIAN_FACTOR,
+    MIN_DEADLINE_SECONDS,
     NEVER,
     Deadlines,
     Post,
 )
 
-from ..support.watch_cases import Transfer
+from ..support.watch_cases import ManualTransfer
 
 
 def post(
-    fence: Transfer, *, after: tuple[Transfer, ...] = (), now: float = 0.0, call: int = 1, label: str = "hop 1"
+    fence: ManualTransfer,
+    *,
+    after: tuple[ManualTransfer, ...] = (),
+    now: float = 0.0,
+    call: int = 1,
+    label: str = "hop 1",
 ) -> tuple[Any, ...]:
     """Return the arguments of a ``Post``."""
     return (label, fence, after, [(1, 64)], [(2, 32)], now, call)
 
 
-def finished() -> Transfer:
-    fence = Transfer()
+def finished() -> ManualTransfer:
+    fence = ManualTransfer()
     fence.finish()
     return fence
 
 
 def test_the_default_deadline_is_a_multiple_of_the_median() -> None:
     deadlines = Deadlines(None, ask_why=True)
-    assert deadlines.limit(Post(*post(Transfer()))) == FIRST_SECONDS
+    assert deadlines.limit(Post(*post(ManualTransfer()))) == FIRST_DEADLINE_SECONDS
     for _ in range(9):
         deadlines.add(*post(finished(), now=10.0))
     deadlines.poll(12.0)  # each took 2 s
-    assert deadlines.limit(Post(*post(Transfer()))) == MEDIANS * 2.0
-    assert deadlines.limit(Post(*post(Transfer(), call=2))) == FIRST_SECONDS  # ranks may enter a call late
+    assert deadlines.limit(Post(*post(ManualTransfer()))) == MEDIAN_FACTOR * 2.0
+    assert (
+        deadlines.limit(Post(*post(ManualTransfer(), call=2))) == FIRST_DEADLINE_SECONDS
+    )  # ranks may enter a call late
     deadlines.add(*post(finished(), now=12.0, call=2))
     deadlines.poll(12.1)
-    assert deadlines.limit(Post(*post(Transfer(), call=2))) == MEDIANS * 2.0
+    assert deadlines.limit(Post(*post(ManualTransfer(), call=2))) == MEDIAN_FACTOR * 2.0
 
 
 def after_many(durations: float) -> Deadlines:
@@ -57,37 +64,37 @@ def after_many(durations: float) -> Deadlines:
 
 
 def test_the_first_transfer_of_a_label_waits_for_ranks_that_compile() -> None:
-    deadlines, first, second = Deadlines(None, ask_why=True), Transfer(), Transfer()
+    deadlines, first, second = Deadlines(None, ask_why=True), ManualTransfer(), ManualTransfer()
     deadlines.add(*post(first))
     deadlines.add(*post(second, label="hop 2"))
     first.finish()
     assert deadlines.poll(0.1) is None
-    assert deadlines.poll(0.1 + FIRST_SECONDS - 1) is None
-    assert deadlines.poll(0.1 + FIRST_SECONDS) is not None
+    assert deadlines.poll(0.1 + FIRST_DEADLINE_SECONDS - 1) is None
+    assert deadlines.poll(0.1 + FIRST_DEADLINE_SECONDS) is not None
 
 
 def test_late_ranks_do_not_expire_transfers_posted_ahead() -> None:
-    deadlines, first, second = after_many(0.01), Transfer(), Transfer()
+    deadlines, first, second = after_many(0.01), ManualTransfer(), ManualTransfer()
     deadlines.add(*post(first, now=10.0, call=2))
     deadlines.add(*post(second, now=10.0, call=2, label="hop 2"))
     assert deadlines.poll(129.0) is None
     first.finish()
     assert deadlines.poll(130.0) is None
-    assert deadlines.poll(130.0 + LEAST_SECONDS) is not None
+    assert deadlines.poll(130.0 + MIN_DEADLINE_SECONDS) is not None
 
 
 def test_deadlines_grow_with_long_hops() -> None:
-    deadlines, slow = after_many(0.01), Transfer()
+    deadlines, slow = after_many(0.01), ManualTransfer()
     deadlines.add(*post(slow, now=1.0))
     assert deadlines.poll(51.0) is None
     slow.finish()
     deadlines.poll(51.0)
-    assert deadlines.limit(Post(*post(Transfer()))) == LONGESTS * 50.0
+    assert deadlines.limit(Post(*post(ManualTransfer()))) == LONGEST_FACTOR * 50.0
 
 
 @pytest.mark.parametrize("what", ["the transfer", "its dependency"])
 def test_a_failed_device_is_reported_as_the_reason(what: str) -> None:
-    deadlines, fences = Deadlines(NEVER, ask_why=False), [Transfer(), Transfer()]
+    deadlines, fences = Deadlines(NEVER, ask_why=False), [ManualTransfer(), ManualTransfer()]
 
     def fail() -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -96,12 +103,12 @@ def test_a_failed_device_is_reported_as_the_reason(what: str) -> None:
     deadlines.add(*post(fences[0], after=(fences[1],)))
     deadlines.add(*post(fences[0], label="hop 2"))
     assert deadlines.poll(1.0) is None
-    assert deadlines.failed is not None and deadlines.failed.label == "hop 1"
-    assert deadlines.failed.problem == "CUDA error: an illegal memory access was encountered"
+    assert deadlines.failed_post is not None and deadlines.failed_post.label == "hop 1"
+    assert deadlines.failed_post.problem == "CUDA error: an illegal memory access was encountered"
 
 
 def test_deadlines_start_when_dependencies_complete() -> None:
-    deadlines, before, fence = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
+    deadlines, before, fence = Deadlines(3.0, ask_why=True), ManualTransfer(), ManualTransfer()
     deadlines.add(*post(fence, after=(before,), now=0.0))
     assert deadlines.poll(100.0) is None  # the dependency is not over, so the clock has not started
     before.finish()
@@ -111,30 +118,30 @@ def test_deadlines_start_when_dependencies_complete() -> None:
     assert late is not None and late.fence is fence
     fence.finish()
     assert deadlines.poll(105.0) is None
-    assert not deadlines.busy
+    assert not deadlines.is_busy
 
 
 def test_the_oldest_late_transfer_is_named() -> None:
     deadlines = Deadlines(3.0, ask_why=True)
     for number in range(3):
-        deadlines.add(*post(Transfer(), now=10.0 + number, label=f"hop {number}"))
+        deadlines.add(*post(ManualTransfer(), now=10.0 + number, label=f"hop {number}"))
     assert deadlines.poll(12.9) is None
     late = deadlines.poll(13.0)
     assert late is not None and late.label == "hop 0"
-    assert deadlines.first is late
-    assert deadlines.last == "hop 2"
+    assert deadlines.oldest is late
+    assert deadlines.last_label == "hop 2"
 
 
 @pytest.mark.parametrize("ask_why", [True, False])
 def test_a_failed_transfer_is_recorded_with_its_reason(ask_why: bool) -> None:
     """Ask a fence why it failed only on the host, because that means waiting for the fence."""
-    deadlines, good, bad = Deadlines(3.0, ask_why=ask_why), Transfer(), Transfer()
+    deadlines, good, bad = Deadlines(3.0, ask_why=ask_why), ManualTransfer(), ManualTransfer()
     deadlines.add(*post(good))
     deadlines.add(*post(bad))
     good.finish()
     bad.finish("closed by rank 2")
     assert deadlines.poll(1.0) is None
-    failed = deadlines.failed
+    failed = deadlines.failed_post
     assert (None if failed is None else (failed.fence, failed.problem)) == (
         (bad, "closed by rank 2") if ask_why else None
     )
@@ -144,7 +151,7 @@ def test_a_failed_transfer_is_recorded_with_its_reason(ask_why: bool) -> None:
 def test_a_poll_queries_a_bounded_number_of_fences() -> None:
     queries = [0]
 
-    class Asked(Transfer):
+    class Asked(ManualTransfer):
         def done(self) -> bool:
             queries[0] += 1
             return super().done()
@@ -153,16 +160,16 @@ def test_a_poll_queries_a_bounded_number_of_fences() -> None:
     for fence in fences:
         deadlines.add(*post(fence))
     assert deadlines.poll(1.0) is None
-    assert queries == [LOOKS]
+    assert queries == [MAX_POLLED_POSTS]
     for fence in fences[:500]:
         fence.finish()
     assert deadlines.poll(2.0) is None
-    assert queries == [LOOKS + 500 + LOOKS]
+    assert queries == [MAX_POLLED_POSTS + 500 + MAX_POLLED_POSTS]
     late = deadlines.poll(5.0)
-    assert late is not None and late is deadlines.first and late.fence is fences[500]
+    assert late is not None and late is deadlines.oldest and late.fence is fences[500]
 
 
 def test_messages_of_one_edge_are_summed() -> None:
-    whole = Post("hop 1", Transfer(), (), [(1, 64), (2, 8), (1, 4)], [(2, 32), (2, 2)], 0.0, 1)
+    whole = Post("hop 1", ManualTransfer(), (), [(1, 64), (2, 8), (1, 4)], [(2, 32), (2, 2)], 0.0, 1)
     assert whole.edges(0, range(3)) == "34 bytes rank 2 -> rank 0, 68 bytes rank 0 -> rank 1, 8 bytes rank 0 -> rank 2"
     assert whole.nbytes == 110

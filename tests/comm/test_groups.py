@@ -27,28 +27,28 @@ from ringattn.comm import (
     Topology,
     Transport,
     TransportError,
+    group_cache,
     group_rank_size,
-    kept,
     open_transport,
     open_transports,
     register_transport,
     resolve_group,
     unregister_transport,
 )
-from ringattn.comm.control import Control, control_of
+from ringattn.comm.control import Control, open_control
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transport import WARM_UP_SECONDS
-from ringattn.comm.transports import choice, nccl, process_group
-from ringattn.comm.transports.choice import Request, choose, request_of
-from ringattn.comm.transports.lanes import HostLane
+from ringattn.comm.transports import nccl, process_group, selection
+from ringattn.comm.transports.copy_streams import HostCopyStream
 from ringattn.comm.transports.process_group import _Pending
-from ringattn.comm.watchdog.deadlines import FIRST_SECONDS
+from ringattn.comm.transports.selection import TransportRequest, choose_transports, make_request
+from ringattn.comm.watchdog.deadlines import FIRST_DEADLINE_SECONDS
 from ringattn.comm.watchdog.watch import ring_control
 from ringattn.comm.world import DEFAULT_TIMEOUT, single_rank
 
 from ..support.cuda.device import install_streams
 from ..support.cuda.nccl import Fabric, install_nccl
-from ..support.transport_cases import HANGS, on_ranks, until
+from ..support.transport_cases import HANGS, on_ranks, wait_until
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -73,9 +73,13 @@ class Peers:
     def size(self) -> int:
         return 1 + self.others
 
-    def merged(self, value: tuple[object, ...], merge: Callable[[list[Any]], object], *, what: str) -> object:
-        request = Request(*value)  # type: ignore[arg-type]
-        fields = {name: there for name, there in self.change.items() if name in Request._fields and name != "problems"}
+    def gather_merged(self, value: tuple[object, ...], merge: Callable[[list[Any]], object], *, what: str) -> object:
+        request = TransportRequest(*value)  # type: ignore[arg-type]
+        fields = {
+            name: there
+            for name, there in self.change.items()
+            if name in TransportRequest._fields and name != "problems"
+        }
         problems = {name: self.change.get(name, problem) for name, problem in request.problems.items()}
         theirs = tuple(request._replace(**fields, problems=problems))  # type: ignore[arg-type]
         return merge([value] + [theirs] * self.others)
@@ -83,8 +87,8 @@ class Peers:
     def choose(
         self, transport: str, device: torch.device, limits: Limits = NO_LIMITS, levels: int = 1
     ) -> list[tuple[str, ...]]:
-        request = request_of(self, transport, device, None, limits, levels)  # type: ignore[arg-type]
-        return choose(self, request, levels)[0]  # type: ignore[arg-type]
+        request = make_request(self, transport, device, None, limits, levels)  # type: ignore[arg-type]
+        return choose_transports(self, request, levels)[0]  # type: ignore[arg-type]
 
 
 def test_resolve_group_takes_process_groups_and_1d_meshes(gloo: dist.ProcessGroup) -> None:
@@ -184,16 +188,18 @@ def test_disagreements_name_the_value_of_every_rank(field: str, monkeypatch: pyt
 
 def test_each_topology_level_maps_its_own_edges() -> None:
     topology = Topology(((0, 2), (3, 1)))
-    inside, between = choice._levels(3, topology)
+    inside, between = selection._levels(3, topology)
     assert (inside.members, set(inside.edges)) == ((3, 1), {(0, 2), (2, 0), (3, 1), (1, 3)})
     assert (between.members, set(between.edges)) == ((0, 3), {(0, 3), (3, 0), (2, 1), (1, 2)})
-    (flat,) = choice._levels(1, Topology(((2, 0), (1,))))
+    (flat,) = selection._levels(1, Topology(((2, 0), (1,))))
     assert (flat.members, flat.nodes) == ((2, 0, 1), ((2, 0), (1,)))
     assert set(flat.edges) == {(2, 0), (0, 1), (1, 2), (0, 2), (1, 0), (2, 1)}
-    (flat,) = choice._levels(3, topology, flat=True)
+    (flat,) = selection._levels(3, topology, flat=True)
     assert (flat.members, flat.nodes) == ((0, 2, 3, 1), topology.nodes)
     for nodes in (((0, 1, 2),), ((0,), (1,))):
-        assert choice._levels(0, Topology(nodes))[0].nodes == ()  # all edges are inside nodes, or all are between them
+        assert (
+            selection._levels(0, Topology(nodes))[0].nodes == ()
+        )  # all edges are inside nodes, or all are between them
 
 
 def test_the_thread_of_a_transport_holds_no_reference_to_the_group(tmp_path: Path) -> None:
@@ -203,12 +209,12 @@ def test_the_thread_of_a_transport_holds_no_reference_to_the_group(tmp_path: Pat
         transport = ProcessGroupTransport(dist.group.WORLD, CPU)  # type: ignore[arg-type]
         message = Message(0, torch.zeros(3))
         transport.post(sends=[message], receives=[Message(0, torch.ones(3))]).wait()
-        stream, group = transport._host, weakref.ref(dist.group.WORLD)
+        stream, group = transport._transfer_thread, weakref.ref(dist.group.WORLD)
         del transport
     finally:
         dist.destroy_process_group()
     assert stream._thread is not None
-    until(lambda: gc.collect() >= 0 and group() is None)  # the thread drops its reference after the last transfer
+    wait_until(lambda: gc.collect() >= 0 and group() is None)  # the thread drops its reference after the last transfer
     stream._thread.join(60)
     assert not stream._thread.is_alive(), "the thread must end with its transport"
 
@@ -222,7 +228,7 @@ def test_warm_ups_time_out_after_half_the_patience(gloo: dist.ProcessGroup) -> N
         return ProcessGroupTransport(group, device)
 
     for patience in (4.0, 1e6):
-        open_transport(gloo, transport=factory, device=CPU, control=control_of(gloo, patience)).close()
+        open_transport(gloo, transport=factory, device=CPU, control=open_control(gloo, patience)).close()
     assert timeouts == [2.0, WARM_UP_SECONDS]
 
 
@@ -233,7 +239,7 @@ def test_a_throttled_link_moves_both_directions_at_once(
     transport = ProcessGroupTransport(gloo, CPU, limits=Limits(bytes_per_second=100.0))
     waits: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: 7.0)
-    monkeypatch.setattr(transport._host.stopped, "wait", waits.append)
+    monkeypatch.setattr(transport._transfer_thread.aborted_event, "wait", waits.append)
     over: Any = _Pending(SimpleNamespace(wait=bool), torch.empty(0), "")  # type: ignore[arg-type]
     monkeypatch.setattr(transport, "_start", lambda *_: over)
     transport._transfer([Message(0, torch.empty(sent // 4))], [Message(0, torch.empty(received // 4))], [], [])
@@ -253,20 +259,20 @@ def test_transports_of_one_group_take_successive_tags(gloo: dist.ProcessGroup, m
 def test_virtual_ranks_wait_as_long_as_their_control_but_no_longer_than_their_world(
     patience: float | None, waits: float
 ) -> None:
-    transport = open_transport(device="cpu", control=control_of(single_rank(), patience))
+    transport = open_transport(device="cpu", control=open_control(single_rank(), patience))
     assert isinstance(transport, LocalTransport) and transport._patience == waits
 
 
 def test_the_first_wait_of_a_ring_allows_for_compilation(gloo: dist.ProcessGroup) -> None:
     given: list[tuple[Any, float | None]] = [(gloo, None), (gloo, 4.0), (single_rank(), None), (single_rank(), 4.0)]
     waits = [ring_control(group, deadline).patience for group, deadline in given]
-    assert waits == [FIRST_SECONDS, 4.0, DEFAULT_TIMEOUT, 4.0]
+    assert waits == [FIRST_DEADLINE_SECONDS, 4.0, DEFAULT_TIMEOUT, 4.0]
 
 
 def test_an_abort_on_a_stream_aborts_the_backend_once(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    transport, ended, lane = ProcessGroupTransport(gloo, CPU), list[torch.device](), HostLane()
+    transport, ended, lane = ProcessGroupTransport(gloo, CPU), list[torch.device](), HostCopyStream()
     backend = SimpleNamespace(abort=lambda: ended.append(CPU))
-    monkeypatch.setattr(transport, "_lane", lane)
+    monkeypatch.setattr(transport, "_copy_stream", lane)
     monkeypatch.setattr(transport, "_group", SimpleNamespace(_get_backend=lambda device: backend))
     for _ in range(2):
         transport.abort("hop 3 is late")
@@ -280,15 +286,17 @@ def test_cached_rings_close_on_their_device_after_the_connection(monkeypatch: py
         entered.append(device)
         return nullcontext()
 
-    monkeypatch.setattr(kept, "on_device", on_device)
-    kept.end({key: SimpleNamespace(close=str) for key in (cuda, (cuda, 4.0), kept.CONNECTION)})
+    monkeypatch.setattr(group_cache, "on_device", on_device)
+    group_cache.close_group_cache(
+        {key: SimpleNamespace(close=str) for key in (cuda, (cuda, 4.0), group_cache.CONNECTION_KEY)}
+    )
     assert entered == [CPU, cuda, cuda]
 
 
 def test_the_cache_of_a_destroyed_group_closes_when_another_group_is_used(gloo: dist.ProcessGroup) -> None:
     destroyed, closed = Mock(spec=dist.ProcessGroup), threading.Event()
-    kept._KEPT[destroyed] = {kept.CONNECTION: SimpleNamespace(close=closed.set)}
-    kept.kept_of(gloo)
+    group_cache._GROUP_CACHES[destroyed] = {group_cache.CONNECTION_KEY: SimpleNamespace(close=closed.set)}
+    group_cache.get_group_cache(gloo)
     assert closed.wait(HANGS)
 
 
@@ -315,7 +323,7 @@ def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: 
     def fails(*limits: object) -> str:
         raise OSError("/proc is not mounted")
 
-    monkeypatch.setattr(nccl, "nccl_missing", fails)
+    monkeypatch.setattr(nccl, "explain_missing_nccl", fails)
     with pytest.raises(ValueError, match='transport is "nccl", and on rank 0 OSError: /proc is not mounted'):
         Peers(monkeypatch, "cuda:nccl").choose("nccl", CUDA)
 

@@ -11,7 +11,7 @@ from ringattn import Ring
 from ringattn.comm import Limits
 from ringattn.comm.world import single_rank
 from ringattn.kernels import KernelConfig, Tile
-from ringattn.kernels.order import MARGIN
+from ringattn.kernels.tile_schedule import DEFAULT_SM_MARGIN
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_blocks_and_multiprocessors_of_transfers(
 
 
 def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> None:
-    assert 2 * Limits().multiprocessors == MARGIN
+    assert 2 * Limits().multiprocessors == DEFAULT_SM_MARGIN
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_a_ring_leaves_room_for_its_own_transfers(
     tile = Tile(16, 16, 4, 1)
     with Ring(single_rank()) as ring:
         ring._transports = tuple(SimpleNamespace(multiprocessors=count, close=bool) for count in taken)
-        config = ring.leaving_room(KernelConfig(tile, tile, tile, **options))
+        config = ring.with_sm_margin(KernelConfig(tile, tile, tile, **options))
     assert config is not None and config.sm_margin == margin

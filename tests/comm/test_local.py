@@ -14,7 +14,7 @@ import torch
 from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, TransportError, WorldAborted
 from ringattn.comm.world import Hub
 
-from ..support.watch_cases import Clock
+from ..support.watch_cases import ManualClock
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_a_failed_run_closes_cached_rings() -> None:
     closed: list[int] = []
 
     def fn(group: LocalGroup) -> None:
-        group.kept["a ring"] = SimpleNamespace(close=lambda: closed.append(group.rank()))
+        group.cache["a ring"] = SimpleNamespace(close=lambda: closed.append(group.rank()))
         raise KeyError
 
     with world_of(2) as world:
@@ -178,18 +178,18 @@ def test_wrong_uses_of_a_local_world_are_refused() -> None:
 def test_a_line_of_a_failed_world_is_failed() -> None:
     """Fail a mesh that is created after another rank has raised, because nobody else will join it."""
     hub = Hub(4, 60.0)
-    before = hub.line("ring", (0, 2))
-    hub.end(3)
+    before = hub.sub_hub("ring", (0, 2))
+    hub.end_rank(3)
     hub.abort(KeyError("a fault"), "by rank 1")
-    after = hub.line("ring", (1, 3))
-    assert before.failure is hub.failure is after.failure and hub.line("ring", (1, 3)) is after
-    assert after.returned([0, 1]) == [1]
+    after = hub.sub_hub("ring", (1, 3))
+    assert before.failure is hub.failure is after.failure and hub.sub_hub("ring", (1, 3)) is after
+    assert after.find_returned([0, 1]) == [1]
     with pytest.raises(WorldAborted, match="another rank raised KeyError"):
         after.take("box", 0, "rank 1 waits", 0, 60.0)
 
 
 def test_wake_ups_by_other_ranks_do_not_extend_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub, clock, waits = Hub(2, 60.0), Clock(monkeypatch), list[float]()
+    hub, clock, waits = Hub(2, 60.0), ManualClock(monkeypatch), list[float]()
 
     def interrupted(seconds: float) -> bool:
         clock.now += 1

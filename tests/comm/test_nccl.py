@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ringattn.comm import DONE, Limits, LocalGroup, Message, NcclTransport, Topology, TransportError, open_transports
-from ringattn.comm.control import control_of
+from ringattn.comm.control import open_control
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.registry import find_transport
 from ringattn.comm.transports import nccl
@@ -26,17 +26,17 @@ from ringattn.comm.transports.nccl import (
     ByNodeTransport,
     ConfiguredCommunicator,
     cta_bounds,
+    find_duplicate_nccl,
+    find_override,
     loaded_libraries,
-    overridden,
-    several_loaded,
 )
 from ringattn.comm.watchdog.watch import Watch, _tick
 from ringattn.comm.world import single_rank
 
 from ..support.cuda.device import Device, Op
 from ..support.cuda.nccl import Fabric, check_held
-from ..support.transport_cases import CASES, filled, on_ranks, until
-from ..support.watch_cases import controls
+from ..support.transport_cases import CASES, constant_tensor, on_ranks, wait_until
+from ..support.watch_cases import memory_controls
 
 UNDEFINED = -(2**31)
 UNIQUE_ID = bytes(range(128, 256))
@@ -106,7 +106,7 @@ def test_cta_bounds_with_limits_and_environment_variables(
     limits: Limits, environment: dict[str, str], bounds: tuple[int, int], refused: str | None
 ) -> None:
     assert cta_bounds(limits, environment) == bounds
-    overrides = overridden(limits, environment)
+    overrides = find_override(limits, environment)
     assert overrides is None if refused is None else refused in str(overrides)
 
 
@@ -158,7 +158,7 @@ def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeyp
     two = f"{single}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
     monkeypatch.setattr(Path, "read_text", lambda path: single)
     assert loaded_libraries() == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
-    assert several_loaded() is None
+    assert find_duplicate_nccl() is None
     both = r"2 NCCL libraries are loaded: /opt/a b/nccl/lib/libnccl\.so\.2 and /usr/lib/libnccl\.so\.2\.30\.7"
     for maps, match in ((two, both), (none, r"libnccl\.so\.2 is not loaded")):
         monkeypatch.setattr(Path, "read_text", lambda path, maps=maps: maps)
@@ -179,12 +179,12 @@ def device(fabric: Fabric) -> Device:
 
 
 def open_alone(timeout: float = 60.0, limits: Limits = NO_LIMITS, device: torch.device = CPU) -> NcclTransport:
-    control = control_of(single_rank())
+    control = open_control(single_rank())
     return NcclTransport(rank=0, size=1, device=device, control=control, timeout=timeout, limits=limits)
 
 
 def opened(group: LocalGroup) -> NcclTransport:
-    return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, control=control_of(group), timeout=60)
+    return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, control=open_control(group), timeout=60)
 
 
 def kinds(ops: list[Op]) -> list[str]:
@@ -203,7 +203,7 @@ def test_conformance(name: str, world_size: int, fabric: Fabric) -> None:
 
 
 def through(nodes: tuple[tuple[int, ...], ...], group: LocalGroup) -> ByNodeTransport:
-    more: Any = {"device": CPU, "control": control_of(group), "timeout": 60}
+    more: Any = {"device": CPU, "control": open_control(group), "timeout": 60}
     return ByNodeTransport(rank=group.rank(), size=group.size(), nodes=nodes, **more)
 
 
@@ -218,10 +218,10 @@ def test_group_end_is_called_when_an_operation_raises(kind: str, fabric: Fabric,
     transport = open_alone()
     device.log.clear()
     fabric.fail_on = kind
-    tensor = filled(1, 4, CPU)
+    tensor = constant_tensor(1, 4, CPU)
     fabric.cut()
     with pytest.raises(TransportError, match="rank 0: NCCL refused a group of transfers: NCCL_ERROR_INVALID_USAGE"):
-        transport.post(sends=[Message(0, tensor)], receives=[Message(0, filled(0, 4, CPU))])
+        transport.post(sends=[Message(0, tensor)], receives=[Message(0, constant_tensor(0, 4, CPU))])
     assert kinds(device.log)[-1] == "groupEnd"
     assert kinds(device.log).count("groupStart") == 1
 
@@ -236,7 +236,7 @@ def test_an_abort_unblocks_a_call_and_frees_the_communicator_after_it(
 ) -> None:
     """Abort a first transfer that blocks while it connects, and free the communicator after the call has left it."""
     monkeypatch.setattr(nccl, "CALL_SECONDS", 60.0 if returns else 0.05)
-    transport, messages = open_alone(), [Message(0, filled(1, 4, CPU))]
+    transport, messages = open_alone(), [Message(0, constant_tensor(1, 4, CPU))]
     aborting = threading.Thread(target=transport.abort, args=["hop 3 is 20 s late"])
 
     def blocked() -> None:
@@ -257,7 +257,7 @@ def test_an_abort_unblocks_a_call_and_frees_the_communicator_after_it(
 
 
 def test_close_waits_for_a_running_call(fabric: Fabric, device: Device) -> None:
-    transport, messages = open_alone(), [Message(0, filled(1, 4, CPU))]
+    transport, messages = open_alone(), [Message(0, constant_tensor(1, 4, CPU))]
     closing = threading.Thread(target=transport.close)
 
     def slow() -> None:
@@ -276,7 +276,7 @@ def test_an_unclosed_transport_is_aborted(device: Device) -> None:
     transport = open_alone()
     del transport
     gc.collect()
-    until(lambda: "free" in kinds(device.log))
+    wait_until(lambda: "free" in kinds(device.log))
     assert ends(device) == ["abort", "free"]
 
 
@@ -290,12 +290,12 @@ def test_an_unclosed_transport_at_exit_is_aborted_by_its_own_process(
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     transport = open_alone(device=CUDA)
-    monkeypatch.setattr(nccl, "start", refuse)
+    monkeypatch.setattr(nccl, "start_thread", refuse)
     monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
-    assert transport._dropped.atexit
+    assert transport._finalizer.atexit
     if forked:
         monkeypatch.setattr(os, "getpid", lambda: 0)
-    transport._dropped()
+    transport._finalizer()
     assert ends(device) == ([] if forked else ["abort"])
 
 
@@ -308,7 +308,7 @@ def test_threads_of_a_transport_use_its_device(end: Callable[[NcclTransport], No
     transport = open_alone(device=CUDA)
     del transport
     gc.collect()
-    until(lambda: "free" in kinds(fabric.device.log))
+    wait_until(lambda: "free" in kinds(fabric.device.log))
 
 
 def test_nccl_async_errors_abort_the_ring(fabric: Fabric, device: Device) -> None:
@@ -316,15 +316,17 @@ def test_nccl_async_errors_abort_the_ring(fabric: Fabric, device: Device) -> Non
     transport = open_alone(device=CUDA)
     fence = transport.post(sends=[], receives=[])
     device.pending.add(fence._event)  # type: ignore[arg-type]
-    watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=lambda: [transport])
-    watch.begin("forward")
-    watch.posted("forward hop 1: K/V", fence, [DONE], [(1, 64)], [(1, 32)])
+    watch = Watch(memory_controls(2)[0], deadline=None, device=CUDA, transports=lambda: [transport])
+    watch.begin_loop("forward")
+    watch.add_post("forward hop 1: K/V", fence, [DONE], [(1, 64)], [(1, 32)])
     _tick([watch])
-    assert watch.stopped() is None
+    assert watch.failure_reason() is None
     fabric.async_error = "NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error"
     _tick([watch])
     where = "rank 0: forward hop 1: K/V (32 bytes rank 1 -> rank 0, 64 bytes rank 0 -> rank 1)"
-    assert str(watch.stopped()).startswith(f"{where} failed: the nccl transport of rank 0: {fabric.async_error}.")
+    assert str(watch.failure_reason()).startswith(
+        f"{where} failed: the nccl transport of rank 0: {fabric.async_error}."
+    )
     assert "abort" in kinds(device.log)
     assert transport.check() is None, "an aborted transport reports no further problem"
 
@@ -357,7 +359,7 @@ def test_cupy_import_warnings_are_the_reason(
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    missing = nccl.nccl_missing()
+    missing = nccl.explain_missing_nccl()
     for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
         del sys.modules[name]
     assert re.search(message, str(missing))
@@ -378,7 +380,7 @@ def test_cupy_import_warnings_are_the_reason(
 def test_refused_arguments(arguments: Any, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     with pytest.raises(ValueError, match=match):
-        NcclTransport(**{"rank": 0, "size": 3, "device": CPU, "control": control_of(single_rank()), **arguments})
+        NcclTransport(**{"rank": 0, "size": 3, "device": CPU, "control": open_control(single_rank()), **arguments})
 
 
 def test_one_hop_may_use_two_communicators(device: Device) -> None:
@@ -393,7 +395,7 @@ def test_one_hop_may_use_two_communicators(device: Device) -> None:
         assert alive() is not None  # the fence of both parts holds the tensors of both
         fence.wait()
         assert alive() is None
-        assert transport.lane.stream is transport._inside.lane.stream
+        assert transport.copy_stream.stream is transport._inside.copy_stream.stream
         with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3; the ranks of this group are 0 to 2"):
             transport.post(sends=[Message(following, arrived)], receives=[Message(3, arrived)])
         assert transport.check() is None
@@ -456,7 +458,7 @@ def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monk
             group, transport=open_nccl, device=CPU, topology=topology, limits=Limits(ctas=4)
         )
         assert isinstance(inside, NcclTransport) and isinstance(between, NcclTransport)
-        assert inside._lane.stream is not between._lane.stream
+        assert inside._copy_stream.stream is not between._copy_stream.stream
         with pytest.raises(TransportError, match=r"rank 0: peer is 5; this communicator joins ranks \[0, 3\]"):
             between.warm_up([(0, 5)])
 
@@ -496,7 +498,7 @@ def test_a_communicator_is_destroyed_or_aborted_once(fabric: Fabric, device: Dev
     transport.close()
     transport.close()
     transport.abort("too late")
-    assert kinds(device.log) == ["destroy"] and not transport._dropped.alive
+    assert kinds(device.log) == ["destroy"] and not transport._finalizer.alive
     with pytest.raises(TransportError, match="is closed"):
         transport.post(sends=[], receives=[])
 
@@ -529,4 +531,4 @@ def test_a_warm_up_has_a_deadline(hangs: bool, fabric: Fabric, device: Device) -
     transport._timeout = 0.05  # applies to the warm-up only
     with pytest.raises(TransportError, match=r"its warm-up took more than 0\.05 s"):
         transport.warm_up([(0, 0)])
-    until(lambda: kinds(device.log).count("abort") == 1)
+    wait_until(lambda: kinds(device.log).count("abort") == 1)

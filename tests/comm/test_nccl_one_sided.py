@@ -23,7 +23,7 @@ from ..support.cuda.nccl import Fabric
 from ..support.cuda.one_sided import OneSided, Windows, install_one_sided, opened
 from ..support.cuda.recorder import Recorder
 from ..support.cuda.ring import record
-from ..support.transport_cases import CASES, filled, neighbours, on_ranks
+from ..support.transport_cases import CASES, constant_tensor, on_ranks, ring_neighbours
 from .test_nccl import Library
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_conformance(name: str, world_size: int, windows: Windows) -> None:
         transport = opened(group)
         CASES[name](transport, CPU)
         transport.close()
-        return "aborted" in transport._ended  # after an abort peers may still write to the windows
+        return "aborted" in transport._end_reason  # after an abort peers may still write to the windows
 
     assert any(on_ranks(world_size, fn)) or windows.left == (0, 0)
 
@@ -58,7 +58,7 @@ def test_slots_in_windows_are_written_in_place(windows: Windows, device: Device)
 
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
-        onward, back = neighbours(transport)
+        onward, back = ring_neighbours(transport)
         slots = Slots(2, CPU, windows_of([transport]))
         for nbytes in (200, 5000):
             slots.reserve(nbytes)
@@ -94,7 +94,10 @@ def test_free_signals_and_data_signals_are_counted_apart(
         monkeypatch.setattr(OneSided, "put", late)
         if mistaken:
             transport._comm.free = transport._comm.data
-        sends, receives = [Message(1 - group.rank(), filled(7, 4, CPU))], [Message(1 - group.rank(), filled(0, 4, CPU))]
+        sends, receives = (
+            [Message(1 - group.rank(), constant_tensor(7, 4, CPU))],
+            [Message(1 - group.rank(), constant_tensor(0, 4, CPU))],
+        )
         for parts in [(sends, receives)] if group.rank() else [([], receives), (sends, [])]:
             transport.post(sends=parts[0], receives=parts[1], after=[transport.mark()]).wait()
         transport.gather(None)
@@ -152,7 +155,7 @@ def test_an_abort_returns_although_a_signal_never_arrives(
         transport.gather(None)
         if group.rank() == 0:
             device.blocks = False  # the stream waits while the host continues
-            fence: Any = transport.post(sends=[], receives=[Message(1, filled(0, 4, CPU))])
+            fence: Any = transport.post(sends=[], receives=[Message(1, constant_tensor(0, 4, CPU))])
             device.pending.add(fence._event)
             device.blocks = True
             begun = time.monotonic()
@@ -160,7 +163,7 @@ def test_an_abort_returns_although_a_signal_never_arrives(
             transport.close()
             assert time.monotonic() - begun < 10 and not fence.done()
             assert "rank 0: a signal never arrived" in caplog.text
-            assert not transport._dropped.alive, "abort and close must end the communicator once"
+            assert not transport._finalizer.alive, "abort and close must end the communicator once"
             with pytest.raises(TransportError, match="of rank 0 was aborted: hop 3 is 20 s late"):
                 transport.post(sends=[], receives=[])
         transport.gather(None)
@@ -175,7 +178,7 @@ def test_a_post_that_fails_half_way_is_waited_for(windows: Windows, fabric: Fabr
         transport = opened(group)
         transport.gather(None)
         fabric.fail_on = "put"
-        tensor = filled(0, 4, CPU)
+        tensor = constant_tensor(0, 4, CPU)
         with pytest.raises(TransportError, match="NCCL refused a group of transfers: NCCL_ERROR_INVALID_USAGE"):
             transport.post(sends=[Message(1 - group.rank(), tensor)], receives=[Message(1 - group.rank(), tensor)])
         last: Any = transport._last

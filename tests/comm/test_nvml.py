@@ -15,7 +15,7 @@ import torch
 
 from ringattn.bench.common import provenance
 from ringattn.comm import LocalGroup, LocalWorld, Topology
-from ringattn.comm.control import control_of
+from ringattn.comm.control import open_control
 from ringattn.comm.topology import nvml
 from ringattn.comm.topology.nvml import (
     SWITCH,
@@ -24,17 +24,17 @@ from ringattn.comm.topology.nvml import (
     NvLink,
     link_between,
     nearest_nics,
-    network,
+    network_link,
     pairs_by_link,
 )
-from ringattn.comm.topology.topology import discover
+from ringattn.comm.topology.topology import discover_topology
 
-from ..support.clusters import cpus, hgx, meshed
+from ..support.clusters import cpus, hgx, nvlink_mesh_host
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 A, B = hgx("a")[:2]
-LINKED = meshed("a", {(0, 1): 2}, 2)
-BOX = meshed("a", {}, 8)
+LINKED = nvlink_mesh_host("a", {(0, 1): 2}, 2)
+BOX = nvlink_mesh_host("a", {}, 8)
 
 
 def linked(device: DeviceInfo, **change: Any) -> DeviceInfo:
@@ -69,7 +69,7 @@ def test_link_between_two_devices(a: DeviceInfo, b: DeviceInfo, kind: str, text:
 
 
 def test_pairs_by_link() -> None:
-    devices = [*hgx("a"), *meshed("b", {(0, 1): 2}, 3)]
+    devices = [*hgx("a"), *nvlink_mesh_host("b", {(0, 1): 2}, 3)]
     pairs = pairs_by_link([*devices, devices[0], *cpus("c", 2)])
     assert pairs.pop("NVLink 4 x18 switch") == 28 and pairs.pop("NVLink 2 x2") == 1
     assert sum(pairs.values()) == 2 and all(text.startswith("PCIe") for text in pairs)
@@ -87,10 +87,10 @@ def test_nearest_nic_of_each_gpu() -> None:
 
 def test_network_bandwidth_is_that_of_the_slower_or_shared_nic() -> None:
     fast, slow = Nic("mlx5_0", 400), Nic("mlx5_1", 200)
-    assert network([(fast, 1), (fast, 1)]).gigabytes_per_second == 47
-    assert network([(fast, 1), (slow, 1)])[:3] == ("network", "mlx5_0 - mlx5_1", 23.5)
-    assert network([(fast, 4), (slow, 1)]).gigabytes_per_second == 11.75
-    assert network([(fast, 1), (None, 1)])[1:3] == ("mlx5_0 - unknown NIC", None)
+    assert network_link([(fast, 1), (fast, 1)]).gigabytes_per_second == 47
+    assert network_link([(fast, 1), (slow, 1)])[:3] == ("network", "mlx5_0 - mlx5_1", 23.5)
+    assert network_link([(fast, 4), (slow, 1)]).gigabytes_per_second == 11.75
+    assert network_link([(fast, 1), (None, 1)])[1:3] == ("mlx5_0 - unknown NIC", None)
 
 
 ROOT = "devices/pci0000:16/0000:16:01.0/0000:17:00.0"
@@ -202,7 +202,12 @@ def test_device_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
         ),
     )
     assert nvml.device_info(GPU, sys=tree / "nowhere").pcie == (BUS,)
-    assert nvml.nics_of(tree / "nowhere") == nvml.pcie_path(tree / "nowhere") == nvml.pcie_path(tree / "class") == ()
+    assert (
+        nvml.list_host_nics(tree / "nowhere")
+        == nvml.pcie_path(tree / "nowhere")
+        == nvml.pcie_path(tree / "class")
+        == ()
+    )
 
 
 def test_missing_nvml_data_is_left_out(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,26 +265,26 @@ def test_slow_nics_are_not_used() -> None:
 
 
 def test_reader_of_clocks_and_power(stand_in: StandIn) -> None:
-    read = nvml.Reader(GPU)
+    read = nvml.GpuReader(GPU)
     expected = {
         "sm_mhz": 1500, "memory_mhz": 3000, "watts": 650.5, "throttled": ("power cap", "hardware thermal slowdown"),
     }  # fmt: skip
     assert read.reason is None
     assert read() == read() == expected
     assert stand_in.asked.count("nvmlDeviceGetTemperature") == 1  # unsupported values are queried once
-    assert provenance.clocks(GPU) == expected
+    assert provenance.gpu_clocks(GPU) == expected
     assert provenance._or_unknown(nvml.driver_version) == "580.1"
-    assert (nvml.Reader(CPU)(), nvml.Reader(CPU).reason) == ({}, "cpu is not a GPU")
+    assert (nvml.GpuReader(CPU)(), nvml.GpuReader(CPU).reason) == ({}, "cpu is not a GPU")
     del stand_in.answers["Init"]
-    read = nvml.Reader(GPU)
+    read = nvml.GpuReader(GPU)
     assert read() == {} and "NVML finds no driver" in str(read.reason)
-    assert "NVML finds no driver" in provenance.clocks(GPU)["unknown"]
+    assert "NVML finds no driver" in provenance.gpu_clocks(GPU)["unknown"]
     assert provenance._or_unknown(nvml.driver_version) == "unknown: NoNvml"
 
 
 def test_discover_returns_devices_on_rank_0_only() -> None:
     def fn(group: LocalGroup) -> Topology:
-        return discover(control_of(group), CPU)
+        return discover_topology(open_control(group), CPU)
 
     with LocalWorld(2, device=CPU) as world:
         first, second = world.run(fn)

@@ -31,7 +31,7 @@ from ringattn.comm import (
     transport_names,
     unregister_transport,
 )
-from ringattn.comm.testing import LARGE, check_transport
+from ringattn.comm.testing import LARGE_BYTES, check_transport
 
 WORLD, TOKENS, HEADS, HEAD_DIM = 3, 24, 2, 16
 KV_BYTES = 2 * (TOKENS // WORLD) * HEADS * HEAD_DIM * 4
@@ -242,7 +242,7 @@ class Broken:
             fence = self.inner.post(sends=sends, receives=given, after=() if self.mistake == "after" else after)
         except ValueError as error:
             raise RuntimeError if self.mistake == "refusal" else error from error
-        large = given and given[-1].tensor.nbytes >= LARGE
+        large = given and given[-1].tensor.nbytes >= LARGE_BYTES
         if given and (self.mistake == "bits" or (self.mistake == "large" and large) or self.mistake == f"{self.posts}"):
             fence.wait()
             given[-1].tensor.flatten()[-1:].add_(1)

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from ringattn.comm.transport import TransportError
 from ringattn.comm.transports import process_group
-from ringattn.comm.transports.process_group import HostStream, Work
+from ringattn.comm.transports.process_group import TransferThread, TransferWork
 
-from ..support.transport_cases import until
+from ..support.transport_cases import wait_until
 
 
 def test_work_runs_in_order_without_blocking_the_caller() -> None:
-    stream, gate, order = HostStream("test", lambda: True), threading.Event(), []
+    stream, gate, order = TransferThread("test", lambda: True), threading.Event(), []
     fences = [stream.submit(gate.wait)]  # type: ignore[arg-type]
     fences += [stream.submit(lambda number=number: order.append(number)) for number in range(20)]  # type: ignore[misc]
     assert not any(fence.done() for fence in fences)
@@ -33,7 +33,7 @@ def test_work_runs_in_order_without_blocking_the_caller() -> None:
 
 
 def test_a_failure_fails_all_later_work() -> None:
-    stream, gate = HostStream("test", lambda: True), threading.Event()
+    stream, gate = TransferThread("test", lambda: True), threading.Event()
 
     def fail() -> None:
         gate.wait()
@@ -51,18 +51,18 @@ def test_a_failure_fails_all_later_work() -> None:
 
 
 def test_tensors_are_released() -> None:
-    stream, tensor = HostStream("test", lambda: True), torch.zeros(3)
+    stream, tensor = TransferThread("test", lambda: True), torch.zeros(3)
     gone = weakref.ref(tensor)
     stream.submit(lambda tensor=tensor: tensor.add_(1)).wait()  # type: ignore[misc]
     del tensor
-    until(lambda: gc.collect() >= 0 and gone() is None)
+    wait_until(lambda: gc.collect() >= 0 and gone() is None)
     stream.close()
 
 
 def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends: list[Work] = []
+    ends: list[TransferWork] = []
     monkeypatch.setattr(atexit, "register", ends.append)
-    process_group._streams.cache_clear()
+    process_group._transfer_threads.cache_clear()
     begun, interrupted, returned = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -76,7 +76,7 @@ def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) ->
         return True
 
     try:
-        fence = HostStream("test-end", interrupt).submit(work)
+        fence = TransferThread("test-end", interrupt).submit(work)
         assert begun.wait(60)
         (end,) = ends
         end()
@@ -84,7 +84,7 @@ def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(TransportError, match="the process ends"):
             fence.wait()
     finally:
-        process_group._streams.cache_clear()  # streams made from here on register with the real atexit
+        process_group._transfer_threads.cache_clear()  # streams made from here on register with the real atexit
 
 
 def test_work_that_ends_after_an_abort_does_not_undo_it() -> None:
@@ -94,7 +94,7 @@ def test_work_that_ends_after_an_abort_does_not_undo_it() -> None:
         interrupted.set()
         return True
 
-    stream = HostStream("test", interrupt)
+    stream = TransferThread("test", interrupt)
     begun = threading.Event()
 
     def work() -> None:
@@ -122,7 +122,7 @@ def test_an_interrupt_continues_after_a_broken_connection(monkeypatch: pytest.Mo
         asked.append(peer)
         return Mock(wait=Mock(side_effect=RuntimeError("Timed out" if peer else "Connection closed by peer")))
 
-    monkeypatch.setattr(process_group, "receive_nothing", receive)
+    monkeypatch.setattr(process_group, "post_unmatched_receive", receive)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
     assert process_group._interrupt(Mock(size=lambda: 4, rank=lambda: 1))
     assert asked == [0, 2]

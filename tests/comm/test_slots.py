@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ringattn.comm import Slots, slot_nbytes
-from ringattn.comm.slots import ALIGNMENT, FORMS, TensorSpec
-from ringattn.comm.transports.lanes import StreamLane
+from ringattn.comm.slots import ALIGNMENT, MAX_CACHED_FORMS, TensorSpec
+from ringattn.comm.transports.copy_streams import CudaCopyStream
 
 from ..support.cuda.graph import Graph
 from ..support.cuda.operators import acting
@@ -56,26 +56,26 @@ def test_views_are_aligned_disjoint_and_typed() -> None:
 def test_cached_views_are_dropped_when_slots_grow() -> None:
     slots = Slots(2, CPU)
     slots.reserve(100)
-    slots.kept("a")[0] = slots.tensors(0, [((4,), torch.float32)])
+    slots.form_cache("a")[0] = slots.tensors(0, [((4,), torch.float32)])
     slots.reserve(50)
-    assert not slots.kept("b") and list(slots.kept("a")) == [0]
+    assert not slots.form_cache("b") and list(slots.form_cache("a")) == [0]
     slots.reserve(1000)
-    assert not slots.kept("a")
-    for form in range(3 * FORMS):
-        assert slots.kept(form) is slots.kept(form) and len(slots._kept) <= FORMS
+    assert not slots.form_cache("a")
+    for form in range(3 * MAX_CACHED_FORMS):
+        assert slots.form_cache(form) is slots.form_cache(form) and len(slots._form_caches) <= MAX_CACHED_FORMS
 
 
 def test_growing_on_another_stream_does_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the last use before freeing, because the memory returns to the stream that allocated it."""
     recorder, _ = install(monkeypatch)
     with acting(recorder, 0):
-        slots, lane = Slots(1, GPU), StreamLane(GPU)
+        slots, lane = Slots(1, GPU), CudaCopyStream(GPU)
         slots.reserve(100)
         recorder.begin()
-        lane.follow([lane.mark()])
+        lane.wait_for_fences([lane.mark()])
         with torch.cuda.stream(lane.stream):
             slots.tensors(0, [((10,), torch.float32)])[0].fill_(1)
-        slots.busy(0, lane.point())
+        slots.add_use(0, lane.record_point())
         with torch.cuda.stream(torch.cuda.Stream(GPU)):
             slots.reserve(10_000)
         recorder.end()
@@ -87,14 +87,14 @@ def test_slots_keep_their_high_water_mark() -> None:
     slots.reserve(2000)
     (before,) = slots.tensors(0, [((4,), torch.float32)])
     for slot, fence in zip((0, 1, 2, 2), fences, strict=True):
-        slots.busy(slot, fence)
+        slots.add_use(slot, fence)
     for smaller in (2000, 100, 0, 2048):
         slots.reserve(smaller)
     assert slots.tensors(0, [((4,), torch.float32)])[0].data_ptr() == before.data_ptr()
     assert (slots.nbytes, [fence.waits for fence in fences]) == (2048, [0] * 4)
     slots.reserve(100_000)
     assert [fence.waits for fence in fences] == [1] * 4
-    assert [slots.free(slot) for slot in range(3)] == [(), (), ()]
+    assert [slots.pop_uses(slot) for slot in range(3)] == [(), (), ()]
     for slot in range(3):
         (everything,) = slots.tensors(slot, [((100_000,), torch.uint8)])
         assert not everything.any()
@@ -106,7 +106,7 @@ def test_slots_refuse_wrong_counts_indices_and_sizes(slot: int) -> None:
         Slots(0, CPU)
     slots = Slots(2, CPU)
     slots.reserve(ALIGNMENT)
-    for call in (lambda: slots.tensors(slot, []), lambda: slots.busy(slot, Noted()), lambda: slots.free(slot)):
+    for call in (lambda: slots.tensors(slot, []), lambda: slots.add_use(slot, Noted()), lambda: slots.pop_uses(slot)):
         with pytest.raises(IndexError, match=f"slot is {slot}; it must be between 0 and 1"):
             call()
     slots.tensors(0, [((ALIGNMENT,), torch.uint8)])

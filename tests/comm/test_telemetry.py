@@ -14,22 +14,22 @@ import pytest
 import torch
 
 from ringattn.comm.watchdog.telemetry import (
-    LOOKS,
+    CONFIRMING_LOOKS,
     WINDOW_SECONDS,
     RankRow,
+    RankTable,
     Report,
     Stopwatch,
     Straggler,
-    Stragglers,
-    Table,
+    StragglerTracker,
     Telemetry,
-    peer_at,
-    slowest,
+    find_straggler,
+    gossip_peer,
 )
 
 from ..support.cuda.device import Event, install_streams
-from ..support.transport_cases import until
-from ..support.watch_cases import Clock, Ranks, running
+from ..support.transport_cases import wait_until
+from ..support.watch_cases import ManualClock, WatchedRanks, ranks_in_first_hop
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 100, 1024])
@@ -37,7 +37,7 @@ def test_gossip_reaches_all_ranks_in_2_log2_ticks(size: int) -> None:
     """Simulate clocks up to one tick apart, where each rank publishes what it knew one tick ago."""
     skews, known, ticks = [rank % 2 for rank in range(size)], [1 << rank for rank in range(size)], 0
     while any(mask != (1 << size) - 1 for mask in known):
-        known = [mask | known[peer_at(rank, size, ticks + skews[rank])] for rank, mask in enumerate(known)]
+        known = [mask | known[gossip_peer(rank, size, ticks + skews[rank])] for rank, mask in enumerate(known)]
         ticks += 1
     assert ticks <= 2 * (size - 1).bit_length()
 
@@ -52,9 +52,9 @@ def test_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError
     events: list[Any] = [event for _, *both in stopwatch._running for event in both]
     device.pending.add(events[1])
-    assert list(stopwatch.finished()) == []  # the second span is over, but the stream has not reached the first
+    assert list(stopwatch.pop_finished()) == []  # the second span is over, but the stream has not reached the first
     device.pending.clear()
-    assert list(stopwatch.finished()) == [("compute", 2.0), ("wait", 2.0)]
+    assert list(stopwatch.pop_finished()) == [("compute", 2.0), ("wait", 2.0)]
     with stopwatch.measure("compute"):
         pass
     assert [event for _, *both in stopwatch._running for event in both] == events[:2]
@@ -93,39 +93,39 @@ def test_slowest_names_a_straggler_only_if_one_rank_stands_out(
     name: str, table: dict[int, RankRow], rank: int | None, factor: float | None
 ) -> None:
     expected: object = None if rank is None else (rank, pytest.approx(factor))
-    assert slowest(table) == expected, name
+    assert find_straggler(table) == expected, name
 
 
 def test_one_straggler_warning_per_episode() -> None:
-    stragglers, slow, even = Stragglers(), rows([4.0, 4.0, 8.0, 4.0]), rows([4.0] * 4)
-    warnings = [stragglers.look(slow, float(now)) for now in range(20)]
-    assert [now for now, warning in enumerate(warnings) if warning] == [LOOKS - 1]
-    assert warnings[LOOKS - 1] == Straggler(2, 2.0, 0.0)
-    assert stragglers.look(even, 20.0) is None
+    stragglers, slow, even = StragglerTracker(), rows([4.0, 4.0, 8.0, 4.0]), rows([4.0] * 4)
+    warnings = [stragglers.update(slow, float(now)) for now in range(20)]
+    assert [now for now, warning in enumerate(warnings) if warning] == [CONFIRMING_LOOKS - 1]
+    assert warnings[CONFIRMING_LOOKS - 1] == Straggler(2, 2.0, 0.0)
+    assert stragglers.update(even, 20.0) is None
     assert stragglers.current is not None  # one balanced sample does not end the episode
-    assert not any(stragglers.look(slow, float(now)) for now in range(21, 30))
-    assert not any(stragglers.look(even, float(now)) for now in range(30, 40))
+    assert not any(stragglers.update(slow, float(now)) for now in range(21, 30))
+    assert not any(stragglers.update(even, float(now)) for now in range(30, 40))
     assert stragglers.current is None
-    later_warnings = [stragglers.look(slow, float(now)) for now in range(40, 50)]
+    later_warnings = [stragglers.update(slow, float(now)) for now in range(40, 50)]
     assert [warning.since for warning in later_warnings if warning] == [40.0]
 
 
 def test_single_slow_samples_give_no_straggler_warning() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerTracker()
     for now in range(100):
-        table = rows([4.0, 12.0 if now % 10 < LOOKS - 1 else 4.0, 4.0])
-        assert stragglers.look(table, float(now)) is None
+        table = rows([4.0, 12.0 if now % 10 < CONFIRMING_LOOKS - 1 else 4.0, 4.0])
+        assert stragglers.update(table, float(now)) is None
 
 
 CPU = torch.device("cpu")
 
 
-def test_compute_and_wait_cover_the_last_window(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_compute_and_wait_cover_the_last_window(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> None:
     telemetry = Telemetry(0, 2, CPU, None)
     for second in range(40):
         clock.now += 1
-        telemetry.spent("compute", 0.25 if second < 20 else 0.5)
-        telemetry.spent("wait", 0.125)
+        telemetry.add_seconds("compute", 0.25 if second < 20 else 0.5)
+        telemetry.add_seconds("wait", 0.125)
         telemetry.report("x", 0, 0)
     row = telemetry.table.rows[0]
     assert row.window == pytest.approx(WINDOW_SECONDS)
@@ -137,10 +137,10 @@ def test_compute_and_wait_cover_the_last_window(monkeypatch: pytest.MonkeyPatch,
 def test_a_large_world_pulls_a_table_less_often_than_it_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     telemetry, moments = Telemetry(0, 64, CPU, None), iter([100.0, 100.25, 100.5, 100.75])
     monkeypatch.setattr(time, "time", lambda: next(moments))
-    assert [telemetry.next_peer() for _ in range(4)] == [peer_at(0, 64, 200), None, peer_at(0, 64, 201), None]
+    assert [telemetry.next_peer() for _ in range(4)] == [gossip_peer(0, 64, 200), None, gossip_peer(0, 64, 201), None]
 
 
-def test_gauges_are_read_less_often_than_rows(clock: Clock) -> None:
+def test_gauges_are_read_less_often_than_rows(clock: ManualClock) -> None:
     reads: list[int] = []
 
     def gauges() -> dict[str, object]:
@@ -155,11 +155,11 @@ def test_gauges_are_read_less_often_than_rows(clock: Clock) -> None:
     assert telemetry.table.rows[0].gauges == {"sm_clock": 1980, "throttle": ("power cap",)}
 
 
-def test_idle_rings_only_poll_for_questions(clock: Clock) -> None:
-    ranks, fences = running(2)
+def test_idle_rings_only_poll_for_questions(clock: ManualClock) -> None:
+    ranks, fences = ranks_in_first_hop(2)
     for watch, fence in zip(ranks.watches, fences, strict=True):
         fence.finish()
-        watch.end()
+        watch.end_loop()
     ranks.tick(2)
     clock.now += 5
     ranks.tick()
@@ -169,38 +169,38 @@ def test_idle_rings_only_poll_for_questions(clock: Clock) -> None:
         ranks.tick(5)
         assert ranks.connection(0).asked == requests + more
     ranks.connection(0).problem = "the store is silent"
-    ranks.watches[0].enter()
-    ranks.watches[0].left(ValueError("k has 6 heads"))  # published once the store answers
+    ranks.watches[0].begin_call()
+    ranks.watches[0].report_call_error(ValueError("k has 6 heads"))  # published once the store answers
     for problem, message in (("the store is silent", None), (None, {"1": [None, "ValueError: k has 6 heads", False]})):
         clock.now += 20
         ranks.connection(0).problem = problem
         ranks.tick()
-        assert ranks.controls[1].look("words/0") == message
+        assert ranks.controls[1].read_key("words/0") == message
 
 
 def test_newer_rows_replace_older_ones() -> None:
-    table, old, new = Table(), RankRow(1, 10.0, "old"), RankRow(2, 11.0, "new")
+    table, old, new = RankTable(), RankRow(1, 10.0, "old"), RankRow(2, 11.0, "new")
     table.merge({3: new})
     table.merge({3: old, 1: old})
     assert table.reports(12.0) == (Report(1, 2.0, old), Report(3, 1.0, new))
     assert table.reports(10.5)[1].age == 0.0  # ages are never negative, even if this rank's clock is behind
-    copy = Table()
-    copy.merge_packed(json.loads(json.dumps(table.packed())))
-    copy.merge_packed(None)  # the peer has published nothing yet
+    copy = RankTable()
+    copy.merge_from_peer(json.loads(json.dumps(table.pack())))
+    copy.merge_from_peer(None)  # the peer has published nothing yet
     assert copy.rows == table.rows
 
 
 def test_every_rank_gets_the_telemetry_of_all() -> None:
-    ranks, fences = running(3)
+    ranks, fences = ranks_in_first_hop(3)
     for watch, fence in zip(ranks.watches, fences, strict=True):
-        watch._telemetry.spent("lunch", 100.0)
+        watch._telemetry.add_seconds("lunch", 100.0)
         fence.finish()
 
     def spread_out() -> bool:
         ranks.tick()
         return all([known.row.window > 0 for known in watch.telemetry()] == [True] * 3 for watch in ranks.watches)
 
-    until(spread_out, "a rank has no row of another")
+    wait_until(spread_out, "a rank has no row of another")
     for watch in ranks.watches:
         for rank, (of, age, row) in enumerate(watch.telemetry()):
             assert of == rank and 0 <= age < 20
@@ -210,9 +210,9 @@ def test_every_rank_gets_the_telemetry_of_all() -> None:
 
 @pytest.mark.parametrize(("age", "windows"), [(0.0, 1), (2 * WINDOW_SECONDS, 1), (0.0, 0.1)])
 def test_a_straggler_is_reported_once_by_one_rank(
-    age: float, windows: float, caplog: pytest.LogCaptureFixture, clock: Clock
+    age: float, windows: float, caplog: pytest.LogCaptureFixture, clock: ManualClock
 ) -> None:
-    ranks, now = Ranks(3), time.time()
+    ranks, now = WatchedRanks(3), time.time()
     computes, waits = (4.0, 8.0, 4.0), (4.0, 0.1, 4.0)
     table = {
         rank: RankRow(10**6, now - age, "x", compute=compute, wait=wait, window=8.1)
@@ -223,14 +223,14 @@ def test_a_straggler_is_reported_once_by_one_rank(
             clock.now += windows * WINDOW_SECONDS
             for watch in ranks.watches:
                 watch._telemetry.table.rows.update(table)
-                watch._telemetry.warn(clock.now)
+                watch._telemetry.warn_straggler(clock.now)
     messages = [record.message for record in caplog.records]
     assert len(messages) == (not age and windows == 1)
     assert all("rank 1 is a straggler: it is busy 1.95 times as long as" in text for text in messages)
 
 
 def test_telemetry_is_thread_safe() -> None:
-    (watch, _), over, interval = Ranks(2).watches, threading.Event(), sys.getswitchinterval()
+    (watch, _), over, interval = WatchedRanks(2).watches, threading.Event(), sys.getswitchinterval()
 
     def ask() -> None:
         while not over.is_set():

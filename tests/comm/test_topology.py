@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.comm import LocalWorld
-from ringattn.comm.control import control_of
+from ringattn.comm.control import open_control
 from ringattn.comm.topology import topology
 from ringattn.comm.topology.nvml import DeviceInfo, Link, link_between
-from ringattn.comm.topology.topology import Topology, _cycle, discover, ring_topology
+from ringattn.comm.topology.topology import Topology, _find_cycle, discover_topology, ring_topology
 
-from ..support.clusters import DGX1, cpus, hgx, meshed
+from ..support.clusters import DGX1, cpus, hgx, nvlink_mesh_host
 
 
 def rates(ring: Topology, level: int = 0) -> list[float | None]:
@@ -85,9 +85,9 @@ def clusters(draw: st.DrawFn) -> list[DeviceInfo]:
     """Draw hosts of several kinds, even or uneven, with their GPUs in any order."""
     kinds = {
         "hgx": lambda host: hgx(host),
-        "mesh": lambda host: meshed(host, DGX1, 8),
-        "pairs": lambda host: meshed(host, {(0, 1): 4, (2, 3): 4}, 4, version=3),
-        "pcie": lambda host: meshed(host, {}, 8),
+        "mesh": lambda host: nvlink_mesh_host(host, DGX1, 8),
+        "pairs": lambda host: nvlink_mesh_host(host, {(0, 1): 4, (2, 3): 4}, 4, version=3),
+        "pcie": lambda host: nvlink_mesh_host(host, {}, 8),
         "cpu": lambda host: cpus(host, 3),
     }
     devices: list[DeviceInfo] = []
@@ -123,9 +123,9 @@ def test_ranks_in_another_order_make_the_same_ring_of_gpus(devices: list[DeviceI
 
 
 QUADS = {pair: 2 for quad in ([0, 2, 5, 7], [1, 3, 4, 6]) for pair in combinations(quad, 2)}
-PAIRS = meshed("a", {(0, 2): 4, (1, 3): 4}, 4, version=3)  # bridges connect GPUs under different switches
+PAIRS = nvlink_mesh_host("a", {(0, 2): 4, (1, 3): 4}, 4, version=3)  # bridges connect GPUs under different switches
 BLIND = [replace(gpu, nvlinks=tuple(replace(link, version=None) for link in gpu.nvlinks)) for gpu in PAIRS]
-BOX = meshed("a", {}, 8)
+BOX = nvlink_mesh_host("a", {}, 8)
 SHUFFLED = [BOX[i] for i in (5, 0, 3, 6, 1, 4, 7, 2)]
 TRAYS = [replace(device, fabric="c/1") for host in range(18) for device in hgx(f"tray{host}")[:4]]
 
@@ -133,8 +133,8 @@ TRAYS = [replace(device, fabric="c/1") for host in range(18) for device in hgx(f
 @pytest.mark.parametrize(
     ("devices", "order", "links"),
     [
-        (meshed("a", DGX1, 8), (0, 3, 2, 1, 5, 6, 7, 4), {"NVLink 2 x2": 8}),
-        (meshed("a", QUADS, 8), (0, 1, 3, 4, 6, 7, 2, 5), {"NVLink 2 x2": 6, "PCIe, one switch": 1}),
+        (nvlink_mesh_host("a", DGX1, 8), (0, 3, 2, 1, 5, 6, 7, 4), {"NVLink 2 x2": 8}),
+        (nvlink_mesh_host("a", QUADS, 8), (0, 1, 3, 4, 6, 7, 2, 5), {"NVLink 2 x2": 6, "PCIe, one switch": 1}),
         (PAIRS, (0, 1, 3, 2), {"NVLink 3 x4": 2, "PCIe, one switch": 2}),
         (BLIND, (0, 1, 3, 2), {"NVLink ? x4": 2}),  # an unknown NVLink generation still beats PCIe
         (
@@ -169,10 +169,14 @@ def test_rails_leave_every_node_by_the_same_nic(there: list[int], node: tuple[in
     )  # rails share a NIC where possible
 
 
-FIVE = [meshed("a", DGX1, 8)[gpu] for gpu in (4, 6, 1, 5, 0)]  # a greedy order would close the cycle over PCIe
+FIVE = [
+    nvlink_mesh_host("a", DGX1, 8)[gpu] for gpu in (4, 6, 1, 5, 0)
+]  # a greedy order would close the cycle over PCIe
 
 
-@pytest.mark.parametrize("devices", [meshed("a", DGX1, 8), FIVE, PAIRS], ids=["DGX-1", "five of a DGX-1", "pairs"])
+@pytest.mark.parametrize(
+    "devices", [nvlink_mesh_host("a", DGX1, 8), FIVE, PAIRS], ids=["DGX-1", "five of a DGX-1", "pairs"]
+)
 def test_no_cycle_has_a_better_slowest_link(devices: list[DeviceInfo]) -> None:
     def slowest(order: Sequence[int]) -> object:
         edges = zip(order, [*order[1:], order[0]], strict=True)
@@ -191,7 +195,7 @@ def test_a_cycle_has_the_fewest_of_the_worst_links(count: int, data: st.DataObje
     def worst_first(order: Sequence[int]) -> list[int]:
         return sorted((grades[a][b] for a, b in zip(order, [*order[1:], order[0]], strict=True)), reverse=True)
 
-    cycle = _cycle(grades)
+    cycle = _find_cycle(grades)
     assert cycle[0] == 0 and sorted(cycle) == [*range(count)]
     assert worst_first(cycle) == min(worst_first([0, *rest]) for rest in permutations(range(1, count)))
 
@@ -200,14 +204,14 @@ def test_large_nodes_are_ordered_greedily_by_the_best_next_link() -> None:
     """Order too many ranks for all cycles greedily. On a line of switches each rank's neighbour comes next."""
     place = [0, 9, 1, 8, 2, 7, 3, 6, 4, 5]
     grades = tuple(tuple(abs(place[a] - place[b]) for b in range(10)) for a in range(10))
-    assert [place[rank] for rank in _cycle(grades)] == [*range(10)]
+    assert [place[rank] for rank in _find_cycle(grades)] == [*range(10)]
 
 
 def test_every_rank_gets_the_order_that_rank_0_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for devices in (PAIRS, SHUFFLED[:4] + hgx("b")[:3]):
         monkeypatch.setattr(topology, "device_info", lambda device, devices=devices: devices[device.index])
         with LocalWorld(len(devices)) as world:
-            rings = world.run(lambda group: discover(control_of(group), torch.device("meta", group.rank())))
+            rings = world.run(lambda group: discover_topology(open_control(group), torch.device("meta", group.rank())))
         assert [ring.nodes for ring in rings] == [ring_topology(devices).nodes] * len(devices)
         assert [len(ring.devices) for ring in rings] == [len(devices), *[0] * (len(devices) - 1)]
 

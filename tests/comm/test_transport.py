@@ -12,8 +12,8 @@ import torch
 from ringattn.comm import LocalTransport
 from ringattn.comm.transport import PATTERN_BYTES, _pattern
 
-from ..support.forked import Group
 from ..support.group_cases import GROUP_CASES, PATIENCE, group_ranks, run_cases
+from ..support.rank_processes import GroupProcesses
 from ..support.transport_cases import CASES, HANGS, HOST_CASES, on_ranks
 
 PROCESSES = 4
@@ -29,7 +29,7 @@ def test_local(name: str, world_size: int) -> None:
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Run the cases in processes and return, per global rank, an empty string or a traceback for each case."""
-    with Group(PROCESSES, run_cases, tmp_path_factory.mktemp("gloo"), timeout=PATIENCE) as ranks:
+    with GroupProcesses(PROCESSES, run_cases, tmp_path_factory.mktemp("gloo"), timeout=PATIENCE) as ranks:
         return [ranks.receive(rank, 2 * HANGS) for rank in range(PROCESSES)]
 
 

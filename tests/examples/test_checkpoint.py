@@ -20,10 +20,10 @@ import torch
 
 from ringattn.bench.demo.compare import prepare_whole
 from ringattn.examples import train
-from ringattn.examples.checkpoint import METADATA, MOST_JOB_BYTES, find_latest, load_state, save_state
-from ringattn.examples.train import MAY_CHANGE, Job, JobError, Run, read_text, train_on_mesh, train_virtual_ranks
+from ringattn.examples.checkpoint import MAX_JOB_BYTES, METADATA, find_latest, load_state, save_state
+from ringattn.examples.train import MUTABLE_SETTINGS, Job, JobError, Run, read_text, train_on_mesh, train_virtual_ranks
 
-from ..support.forked import Ending, ending, results
+from ..support.rank_processes import CallOutcome, call_outcome, group_results
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ DAMAGES: dict[str, Damage] = {
     "no metadata but a list": lambda path: (path / METADATA).write_bytes(pickle.dumps([])),
     "truncated metadata": partial(truncate, METADATA),
     "truncated job": partial(truncate, "job.json"),
-    "long job": lambda path: (path / "job.json").write_text(json.dumps({"layout": "z" * MOST_JOB_BYTES})),
+    "long job": lambda path: (path / "job.json").write_text(json.dumps({"layout": "z" * MAX_JOB_BYTES})),
     "no object": lambda path: (path / "job.json").write_text("[]"),
     "job in a pipe": pipe_the_job,
     "no job": lambda path: (path / "job.json").unlink(),
@@ -187,12 +187,12 @@ def test_a_damaged_checkpoint_is_refused(name: str, finished: Job, tmp_path: Pat
     assert contents(tmp_path) == before  # no mark, and the older checkpoint is untouched
 
 
-def go_on(rank: int, job: Job, places: list[list[Path]]) -> list[Ending]:
+def go_on(rank: int, job: Job, places: list[list[Path]]) -> list[CallOutcome]:
     """Continue training where ranks 0 and 1 each see their own folder ``runs``, as on machines that share none."""
     ends = []
     for place in places[rank]:
         os.chdir(place)
-        ends.append(ending(lambda: train_on_mesh(job, read_text(), CPU)))
+        ends.append(call_outcome(lambda: train_on_mesh(job, read_text(), CPU)))
     return ends
 
 
@@ -212,7 +212,7 @@ def test_two_ranks_refuse_alike_and_continue_from_the_last(finished: Job, tmp_pa
         places.append([good if name == "truncated tensors" else tmp_path / name, tmp_path / name])
     places.append([good, good])
     before = contents(tmp_path)
-    ends = results(2, partial(go_on, job=job, places=[[*column] for column in zip(*places, strict=True)]))
+    ends = group_results(2, partial(go_on, job=job, places=[[*column] for column in zip(*places, strict=True)]))
     *refused, last = zip(*ends, strict=True)
     for pair, both in zip(places[:-1], refused, strict=True):
         assert [kind for kind, *_ in both] == ["JobError"] * 2, (pair, both)
@@ -241,7 +241,7 @@ OTHERS: dict[str, Any] = {
 
 
 def test_every_field_of_a_job_is_changeable_or_tested_as_fixed() -> None:
-    assert {field.name for field in fields(Job)} == MAY_CHANGE | {*OTHERS}
+    assert {field.name for field in fields(Job)} == MUTABLE_SETTINGS | {*OTHERS}
 
 
 @pytest.mark.parametrize("name", OTHERS)

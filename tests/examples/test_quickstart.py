@@ -12,7 +12,7 @@ import pytest
 from ringattn import LocalWorld
 from ringattn.examples.quickstart import largest_error
 
-from ..support.forked import results
+from ..support.rank_processes import group_results
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -30,7 +30,7 @@ def test_one_device_and_virtual_ranks() -> None:
 
 
 def test_processes() -> None:
-    assert max(results(2, process_error)) < TOLERANCE
+    assert max(group_results(2, process_error)) < TOLERANCE
 
 
 def test_readme_shows_the_example() -> None:

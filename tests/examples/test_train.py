@@ -12,12 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench.common.memory import PeakMemory, freed_at_once
-from ringattn.bench.demo.compare import Recorder, Trained, prepare_whole, pytorch_attention
+from ringattn.bench.common.memory import PeakMemory, return_freed_memory
+from ringattn.bench.demo.compare import TrainingRecorder, TrainingRun, prepare_whole, pytorch_attention
 from ringattn.examples.model import Decoder
-from ringattn.examples.train import Job, JobError, Run, parse, read_text, train_on_mesh, train_virtual_ranks
+from ringattn.examples.train import (
+    Job,
+    JobError,
+    Run,
+    parse_command_line,
+    read_text,
+    train_on_mesh,
+    train_virtual_ranks,
+)
 
-from ..support.forked import results
+from ..support.rank_processes import group_results
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 CPU = torch.device("cpu")
@@ -28,8 +36,8 @@ def process(rank: int, job: Job) -> Run:
     return train_on_mesh(job, read_text(), CPU)
 
 
-def recorded(rank: int, job: Job, recorder: Recorder) -> Trained:
-    return Trained(train_on_mesh(job, read_text(), CPU, recorder), recorder.gradients)
+def recorded(rank: int, job: Job, recorder: TrainingRecorder) -> TrainingRun:
+    return TrainingRun(train_on_mesh(job, read_text(), CPU, recorder), recorder.gradients)
 
 
 @pytest.mark.parametrize("block", [1, 7, 300])
@@ -61,11 +69,11 @@ def test_training_on_a_mesh_equals_one_process(dtype: str, tmp_path: Path) -> No
     Compare every loss and the first gradients, because Adam hides a constant factor of the gradients from the losses.
     """
     job, text = replace(TINY, data=2, dtype=dtype), read_text()
-    runs = results(4, partial(recorded, job=job, recorder=Recorder(str(tmp_path))))
+    runs = group_results(4, partial(recorded, job=job, recorder=TrainingRecorder(str(tmp_path))))
     assert all(each.run.losses == runs[0].run.losses for each in runs)
     (single, logits), (exact, _) = (prepare_whole(each, text, CPU) for each in (job, replace(job, dtype="float32")))
     exact.model.double()
-    recorders = Recorder(str(tmp_path)), Recorder(str(tmp_path))
+    recorders = TrainingRecorder(str(tmp_path)), TrainingRecorder(str(tmp_path))
     fitted = [training.fit(recorder) for training, recorder in zip((single, exact), recorders, strict=True)]
     losses = [torch.tensor([*run.losses.values()], dtype=torch.float64) for run in (runs[0].run, *fitted)]
     size = max(logits.values())  # a token's loss is a difference of numbers this large
@@ -100,13 +108,13 @@ def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_mesh_resumes_bit_for_bit_and_as_another_mesh(tmp_path: Path) -> None:
     job = replace(TINY, checkpoint=str(tmp_path), data=2)
-    (whole, *_) = results(4, partial(process, job=replace(TINY, steps=4, data=2)))
-    results(4, partial(process, job=replace(job, steps=2)))
-    assert results(2, partial(process, job=replace(job, data=1, block=0)))[0].losses == pytest.approx(
+    (whole, *_) = group_results(4, partial(process, job=replace(TINY, steps=4, data=2)))
+    group_results(4, partial(process, job=replace(job, steps=2)))
+    assert group_results(2, partial(process, job=replace(job, data=1, block=0)))[0].losses == pytest.approx(
         whole.losses, rel=1e-6
     )
     (tmp_path / "00000004" / ".metadata").unlink()
-    assert results(4, partial(process, job=job))[0].losses == whole.losses
+    assert group_results(4, partial(process, job=job))[0].losses == whole.losses
 
 
 LONG = Job(seqlen=16384, steps=1, layers=8, heads=8, kv_heads=2, head_dim=32)
@@ -118,7 +126,7 @@ def warm(rank: int, job: Job) -> int:
     The warm-up excludes what PyTorch imports and caches in its first step. Freed blocks go back to the system at once,
     because tensors cut from blocks of the warm-up would stay resident.
     """
-    with freed_at_once(CPU):
+    with return_freed_memory(CPU):
         train_on_mesh(replace(job, seqlen=64, steps=1), read_text(), CPU)
         peak = PeakMemory(CPU)
         train_on_mesh(job, read_text(), CPU)
@@ -129,8 +137,8 @@ def warm(rank: int, job: Job) -> int:
 @pytest.mark.timeout(2400)
 def test_four_ranks_share_the_memory_of_one_process() -> None:
     """Bound each of 4 ranks by 0.30 of one process, including weights and slots (bench/results/LOG.md)."""
-    (single,) = results(1, partial(warm, job=LONG), patience=1200)
-    ranks = results(4, partial(warm, job=LONG), patience=1200)
+    (single,) = group_results(1, partial(warm, job=LONG), patience=1200)
+    ranks = group_results(4, partial(warm, job=LONG), patience=1200)
     assert max(ranks) <= 0.30 * single, (ranks, single)
 
 
@@ -144,7 +152,7 @@ def test_four_ranks_share_the_memory_of_one_process() -> None:
     ],
 )  # fmt: skip
 def test_command_line_to_job(command: str, job: Job, world: int) -> None:
-    assert parse(command.split()) == (job, world)
+    assert parse_command_line(command.split()) == (job, world)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +163,7 @@ def test_command_line_to_job(command: str, job: Job, world: int) -> None:
 )  # fmt: skip
 def test_wrong_command_lines_are_refused(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        parse(command.split())
+        parse_command_line(command.split())
     assert refused.value.code == 2 and message in capsys.readouterr().err
 
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Layout
 
-from ..support.forked import results
-from ..support.mask_cases import Case, compare, expected, taken, together
+from ..support.mask_cases import RingCase, combine_ranks, compare_with_expected, expected_results, take_rank_tokens
+from ..support.rank_processes import group_results
 from ..support.ring_cases import inputs
 from ..support.tolerance import assert_as_exact_as_pytorch
 
@@ -122,10 +122,10 @@ class Attention(NamedTuple):
     kv_layout: Layout | None = None
     sink: Tensor | None = None
 
-    def case(self) -> Case:
+    def case(self) -> RingCase:
         """Build the same inputs on every rank."""
         torch.manual_seed(7)
-        return Case(self.layout, inputs(48, (8, 4)), self.call, kv_layout=self.kv_layout, sink=self.sink)
+        return RingCase(self.layout, inputs(48, (8, 4)), self.call, kv_layout=self.kv_layout, sink=self.sink)
 
 
 EVEN, UNEVEN = Layout.contiguous(48, 2), Layout.uneven([29, 19])
@@ -164,7 +164,7 @@ def dispatched(attention: Attention, rank: int) -> list[Tensor | None]:
 
     config, case = parallel_config(attention.config, rank), attention.case()
     layouts = {"q": case.layout, "k": case.keys, "v": case.keys}
-    leaves = [taken(layout, case.whole[name], rank).requires_grad_() for name, layout in layouts.items()]
+    leaves = [take_rank_tokens(layout, case.whole[name], rank).requires_grad_() for name, layout in layouts.items()]
     sinks = [] if case.sink is None else [case.sink.clone().requires_grad_()]
     call: dict[str, Any] = {"is_causal": case.call.get("causal", False), "scale": case.call.get("softmax_scale")}
     call |= {"enable_gqa": True, "parallel_config": config}
@@ -174,7 +174,10 @@ def dispatched(attention: Attention, rank: int) -> list[Tensor | None]:
     more: dict[str, Any] = {name: case.call[name] for name in ("window_size", "softcap") if name in case.call}
     more |= {"learnable_sink": sinks[0] if sinks else None, "return_lse": True}
     out, lse = dispatch_attention_fn(*leaves, **call, attention_kwargs=more, backend="ringattn")
-    grads = [taken(case.layout, case.whole["dout"], rank), taken(case.layout, case.whole["dlse"], rank, 2).mT]
+    grads = [
+        take_rank_tokens(case.layout, case.whole["dout"], rank),
+        take_rank_tokens(case.layout, case.whole["dlse"], rank, 2).mT,
+    ]
     results_of_backward = torch.autograd.grad((out, lse), [*leaves, *sinks], grads)
     return [out.detach(), lse.detach().mT, *results_of_backward, *[None] * (not sinks)]
 
@@ -191,7 +194,7 @@ def on_rank(world: int, rank: int) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module", params=CASES)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, list[Any]]]:
-    return results(request.param, partial(on_rank, request.param), patience=IMPORTS)
+    return group_results(request.param, partial(on_rank, request.param), patience=IMPORTS)
 
 
 @pytest.mark.timeout(2 * IMPORTS)
@@ -209,7 +212,9 @@ def test_models_on_ranks_equal_one_process(ranks: list[dict[str, list[Any]]]) ->
 def test_dispatched_attention_equals_one_process(ranks: list[dict[str, list[Any]]]) -> None:
     for index, attention in enumerate(ATTENTIONS[len(ranks)]):
         case = attention.case()
-        compare(expected(case), *together(case, [rank["attention"][index] for rank in ranks]))
+        compare_with_expected(
+            expected_results(case), *combine_ranks(case, [rank["attention"][index] for rank in ranks])
+        )
 
 
 REFUSED: list[tuple[bool, dict[str, Any], type[Exception], str]] = [

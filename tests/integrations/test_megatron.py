@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringattn import Layout
 
-from ..support.forked import results
+from ..support.rank_processes import group_results
 from ..support.ring_cases import run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 
@@ -209,8 +209,8 @@ def of_one_rank(cls: str, dtypes: tuple[torch.dtype, ...], rank: int) -> list[li
 
 def test_a_model_on_two_processes_equals_one() -> None:
     single, double = torch.float32, torch.float64
-    (ours,) = results(2, partial(of_one_rank, "RingCoreAttention", (single,)), patience=300)[0]
-    theirs, exact = results(1, partial(of_one_rank, "DotProductAttention", (single, double)), patience=300)[0]
+    (ours,) = group_results(2, partial(of_one_rank, "RingCoreAttention", (single,)), patience=300)[0]
+    theirs, exact = group_results(1, partial(of_one_rank, "DotProductAttention", (single, double)), patience=300)[0]
     for index, three in enumerate(zip(ours, theirs, exact, strict=True)):
         assert_as_exact_as_pytorch(f"{index}", *three)
 

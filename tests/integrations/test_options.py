@@ -134,8 +134,8 @@ def attend(mask_function: Any = None, cu_seqlens: Any = None, is_causal: bool | 
     mask = None
     with transformers.sharded(nn.Module(), None, cu_seqlens=cu_seqlens):
         if mask_function is not None:
-            mask = transformers.mask_of(q_length=8, kv_length=8, mask_function=mask_function)
-        transformers.attend(nn.Module(), *HEAD_FIRST, mask, is_causal=is_causal, **options)
+            mask = transformers.mask_interface(q_length=8, kv_length=8, mask_function=mask_function)
+        transformers.attention_interface(nn.Module(), *HEAD_FIRST, mask, is_causal=is_causal, **options)
 
 
 def long_context(made: Callable[..., Any], *tensors: Tensor, train: bool, **options: Any) -> None:
@@ -469,7 +469,7 @@ def test_a_window_without_a_mask_is_refused() -> None:
 def test_a_mask_with_an_offset_is_refused(argument: str) -> None:
     with pytest.raises(NotImplementedError, match="8 keys from"):
         options: Call = {argument: 1}
-        transformers.mask_of(q_length=8, kv_length=8, mask_function=masking.causal_mask_function, **options)
+        transformers.mask_interface(q_length=8, kv_length=8, mask_function=masking.causal_mask_function, **options)
 
 
 @pytest.mark.parametrize("items", [None, 5, torch.tensor(7)])
@@ -487,9 +487,9 @@ def test_num_items_in_batch_is_given_or_counted(items: Any) -> None:
 
 
 def test_sharded_adds_its_hook_once() -> None:
-    from ..support.hf_models import model_of
+    from ..support.hf_models import build_model
 
-    model = model_of("llama")
+    model = build_model("llama")
     for _ in range(3):
         with transformers.sharded(model, None):
             pass

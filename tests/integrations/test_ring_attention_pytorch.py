@@ -22,9 +22,9 @@ from ringattn import Layout
 from ringattn.integrations import ring_attention_pytorch as ours
 
 from ..support.baselines import Results
-from ..support.forked import results
-from ..support.mask_cases import Case, compare, expected
+from ..support.mask_cases import RingCase, compare_with_expected, expected_results
 from ..support.nightly import rest_nightly
+from ..support.rank_processes import group_results
 from ..support.ring_cases import inputs, run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 
@@ -64,8 +64,8 @@ def check(
     out, dq, dk, dv = (torch.cat(x, 1)[:, order] for x in zip(*parts, strict=True))
     by_key = [h for key in range(heads[1]) for h in range(heads[0]) if h % heads[1] == key]
     theirs = whole | {name: whole[name][:, :, by_key] for name in ("q", "dout")}
-    case = Case(Layout.contiguous(TOKENS, 1), theirs, call | {"key_mask": mask}, through_lse=False)
-    compare(expected(case), Results(out[:, :, by_key], None, dq[:, :, by_key], dk, dv))  # type: ignore[arg-type]
+    case = RingCase(Layout.contiguous(TOKENS, 1), theirs, call | {"key_mask": mask}, through_lse=False)
+    compare_with_expected(expected_results(case), Results(out[:, :, by_key], None, dq[:, :, by_key], dk, dv))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world", rest_nightly(WORLDS, 2, 4))
@@ -120,8 +120,8 @@ def test_zig_zag() -> None:
     out, dq, dk, dv = (layout.unshard(x) for x in zip(*run_ranks(4, of_rank), strict=True))
     by_key = [0, 2, 4, 1, 3, 5]
     theirs = whole | {name: whole[name][:, :, by_key] for name in ("q", "dout")}
-    case = Case(layout, theirs, {"causal": True}, through_lse=False)
-    compare(expected(case), Results(out[:, :, by_key], None, dq[:, :, by_key], dk, dv))  # type: ignore[arg-type]
+    case = RingCase(layout, theirs, {"causal": True}, through_lse=False)
+    compare_with_expected(expected_results(case), Results(out[:, :, by_key], None, dq[:, :, by_key], dk, dv))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tokens", [31, 3])
@@ -229,7 +229,7 @@ def test_assert_flash(causal: bool, tokens: int, heads: tuple[int, int], softcla
 
 
 def repaired(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor, None, None]:
-    """Return the gradient of their ``AllGather``, summed over the ranks that used the gathered tensor."""
+    """Return the gradient of their ``AllGatherAttention``, summed over the ranks that used the gathered tensor."""
     total = grads.contiguous()
     dist.all_reduce(total)
     return total.split(ctx.batch_sizes, dim=ctx.dim)[dist.get_rank()], None, None
@@ -282,7 +282,7 @@ def modules(rank: int) -> list[list[list[Tensor]]]:
 
 @pytest.mark.nightly
 def test_assert_attn() -> None:
-    for rank in results(4, modules, patience=170):
+    for rank in group_results(4, modules, patience=170):
         for runs in rank:
             compare_with_theirs("out dx dqkv dout", *runs)
 
@@ -316,7 +316,7 @@ def transformers(rank: int) -> list[list[list[Tensor]]]:
 
 @pytest.mark.nightly
 def test_assert() -> None:
-    for rank in results(4, transformers, patience=170):
+    for rank in group_results(4, transformers, patience=170):
         for runs in rank:
             compare_with_theirs("logits gradients", *runs)
 
@@ -351,7 +351,7 @@ def zig_zag(rank: int) -> list[list[Tensor]]:
 @pytest.mark.nightly
 def test_assert_zig_zag() -> None:
     """Pass causal=True where their script passes no mask, because queries would see later tokens."""
-    for made in results(4, zig_zag, patience=170):
+    for made in group_results(4, zig_zag, patience=170):
         compare_with_theirs("out dx", *made)
 
 
@@ -365,5 +365,5 @@ def tree(rank: int) -> list[Tensor]:
 
 @pytest.mark.nightly
 def test_assert_tree_attn() -> None:
-    for mine, decoded, single, exact in results(4, tree, patience=170):
+    for mine, decoded, single, exact in group_results(4, tree, patience=170):
         compare_with_theirs("ours theirs", [mine, decoded], [single] * 2, [exact] * 2)

@@ -21,9 +21,9 @@ from ringattn.comm import GroupLike
 from ringattn.integrations import ring_flash_attn as ours
 
 from ..support.baselines import Results
-from ..support.forked import results
-from ..support.mask_cases import Case, compare, expected, together
+from ..support.mask_cases import RingCase, combine_ranks, compare_with_expected, expected_results
 from ..support.nightly import rest_nightly
+from ..support.rank_processes import group_results
 from ..support.ring_cases import inputs, run_ranks
 
 PACKINGS = ("", "kvpacked_", "qkvpacked_")
@@ -91,7 +91,7 @@ def check(name: str, family: str, world: int, parts: list[list[Tensor]] | None =
     columns = enumerate(zip(*parts, strict=True))
     mine = [torch.cat(x, 2 if i == 1 else 1).index_select(2 if i == 1 else 1, order) for i, x in columns]
     call = options | {"cu_seqlens": documents}
-    compare(expected(Case(Layout.contiguous(documents[-1], 1), whole, call)), Results(*mine))
+    compare_with_expected(expected_results(RingCase(Layout.contiguous(documents[-1], 1), whole, call)), Results(*mine))
 
 
 def cut(family: str, seed: int = 0) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def in_process(rank: int) -> list[Tensor]:
 @pytest.mark.nightly
 def test_the_default_group() -> None:
     name, family = "zigzag_ring_flash_attn_varlen_qkvpacked_func", "zigzag_ring_varlen"
-    check(name, family, 2, results(2, in_process), causal=True)
+    check(name, family, 2, group_results(2, in_process), causal=True)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -148,8 +148,8 @@ def test_documents_that_do_not_divide(world: int) -> None:
         grads = torch.autograd.grad((out, lse), leaves, (dout, layout.shard(whole["dlse"], group.rank(), 2)[0]))
         return [*(x[None] for x in (out.detach(), lse.detach(), *grads)), None]
 
-    case = Case(layout, whole, {"causal": True, "cu_seqlens": documents})
-    compare(expected(case), *together(case, run_ranks(world, one_rank)))
+    case = RingCase(layout, whole, {"causal": True, "cu_seqlens": documents})
+    compare_with_expected(expected_results(case), *combine_ranks(case, run_ranks(world, one_rank)))
 
 
 def test_only_the_output_is_returned_without_return_attn_probs() -> None:

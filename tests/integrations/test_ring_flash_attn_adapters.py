@@ -18,8 +18,8 @@ from ringattn import Layout
 from ringattn.integrations import ring_flash_attn_adapters as ours
 from ringattn.integrations.transformers import shard_batch
 
-from ..support import forked
-from ..support.hf_models import DOCUMENTS, TOKENS, Result, check, ids_of, model_of
+from ..support import rank_processes
+from ..support.hf_models import DOCUMENTS, TOKENS, Result, build_model, check_against_eager, token_ids
 from ..support.nightly import rest_nightly
 from ..support.ring_cases import run_ranks
 
@@ -43,8 +43,8 @@ def forward(model: Any, group: Any, layout: Layout, **more: Any) -> Any:
     """Run one rank's forward with its part of the token ids and of the positions within documents."""
     update(group)
     positions = torch.cat([torch.arange(end - start) for start, end in pairwise(DOCUMENTS)])[None]
-    batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group, cu_seqlens=DOCUMENTS)
-    cut = {name: layout.shard(x, group.rank()) for name, x in (("input_ids", ids_of()), ("position_ids", positions))}
+    batch = shard_batch({"input_ids": token_ids(), "labels": token_ids()}, layout, group, cu_seqlens=DOCUMENTS)
+    cut = {name: layout.shard(x, group.rank()) for name, x in (("input_ids", token_ids()), ("position_ids", positions))}
     return model(**batch | cut | more)
 
 
@@ -57,7 +57,7 @@ def forward(model: Any, group: Any, layout: Layout, **more: Any) -> Any:
     ),
 )
 def test_packed_documents(name: str, world: int, implementation: str) -> None:
-    models, layout = [model_of(name) for _ in range(world)], Layout.contiguous(TOKENS, world)
+    models, layout = [build_model(name) for _ in range(world)], Layout.contiguous(TOKENS, world)
 
     def rank(group: Any) -> tuple[Tensor, Tensor]:
         model = models[group.rank()]
@@ -71,12 +71,12 @@ def test_packed_documents(name: str, world: int, implementation: str) -> None:
     logits, losses = zip(*run_ranks(world, rank), strict=True)
     parameters = [dict(model.named_parameters()) for model in models]
     grads = {key: torch.stack([x[key].grad for x in parameters]).double().sum(0).float() for key in parameters[0]}
-    check(name, Result(layout.unshard(logits), torch.stack(losses).sum(), grads), DOCUMENTS)
+    check_against_eager(name, Result(layout.unshard(logits), torch.stack(losses).sum(), grads), DOCUMENTS)
 
 
 def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
     ours.substitute_hf_flash_attn(group, 1)
-    return forward(model_of("llama", attention), group, Layout.contiguous(TOKENS, group.size()), **more)
+    return forward(build_model("llama", attention), group, Layout.contiguous(TOKENS, group.size()), **more)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,11 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
             lambda group: one(group, position_ids=torch.arange(22 - group.rank())[None]),
             "position_ids from token 19 are",
         ),
-        (lambda group: one(group, input_ids=ids_of()[:, :5], position_ids=torch.arange(5)[None]), "tokens, got 5"),
-        (lambda group: (ours.substitute_hf_flash_attn(group, 1), model_of("llama")(ids_of())), "2 ranks and no layout"),
+        (lambda group: one(group, input_ids=token_ids()[:, :5], position_ids=torch.arange(5)[None]), "tokens, got 5"),
+        (
+            lambda group: (ours.substitute_hf_flash_attn(group, 1), build_model("llama")(token_ids())),
+            "2 ranks and no layout",
+        ),
     ],
 )
 def test_refusals(call: Any, message: str) -> None:
@@ -101,9 +104,9 @@ def test_refusals(call: Any, message: str) -> None:
         run_ranks(2, call)
 
 
-def other_positions_on_rank_0(rank: int) -> forked.Ending:
+def other_positions_on_rank_0(rank: int) -> rank_processes.CallOutcome:
     """Run a correct forward, and one in which rank 0 passes wrong positions."""
-    group, model, ids = torch.distributed.group.WORLD, model_of("llama"), ids_of()[:, rank * 2 : rank * 2 + 2]
+    group, model, ids = torch.distributed.group.WORLD, build_model("llama"), token_ids()[:, rank * 2 : rank * 2 + 2]
     ours.substitute_hf_flash_attn(group, 1)
 
     def step(positions: list[int]) -> None:
@@ -111,12 +114,12 @@ def other_positions_on_rank_0(rank: int) -> forked.Ending:
         model(ids, position_ids=torch.tensor([positions]))
 
     step([[0, 1], [2, 0]][rank])
-    return forked.ending(lambda: step([[0, 5], [2, 0]][rank]))
+    return rank_processes.call_outcome(lambda: step([[0, 5], [2, 0]][rank]))
 
 
 @pytest.mark.nightly
 def test_positions_that_one_rank_refuses_end_the_forward_of_all() -> None:
-    for kind, text, seconds in forked.results(2, other_positions_on_rank_0):
+    for kind, text, seconds in rank_processes.group_results(2, other_positions_on_rank_0):
         assert kind == "ValueError" and "position_ids from token 1 are [5]" in text and seconds < 30, (kind, text)
 
 

@@ -14,7 +14,7 @@ from ringattn import Layout
 from ringattn.integrations import transformers as integration
 from ringattn.integrations.transformers import checksum, shard_batch, sharded
 
-from ..support.hf_models import DOCUMENTS, TOKENS, ids_of, model_of
+from ..support.hf_models import DOCUMENTS, TOKENS, build_model, token_ids
 from ..support.ring_cases import run_ranks
 
 Batch = dict[str, Any]
@@ -30,11 +30,11 @@ def changed(x: Tensor, place: tuple[int, ...] = (1, 5)) -> Tensor:
 
 def embedded() -> Batch:
     values = torch.randn(2, TOKENS, 4, generator=torch.Generator().manual_seed(2)).bfloat16()
-    return {"inputs_embeds": values, "labels": ids_of()}
+    return {"inputs_embeds": values, "labels": token_ids()}
 
 
 def text() -> Batch:
-    return {"input_ids": ids_of(), "labels": ids_of()}
+    return {"input_ids": token_ids(), "labels": token_ids()}
 
 
 def padding_free(documents: list[int] = DOCUMENTS) -> Batch:
@@ -42,8 +42,8 @@ def padding_free(documents: list[int] = DOCUMENTS) -> Batch:
     lengths = [end - start for start, end in pairwise(documents)]
     boundaries = torch.tensor(documents, dtype=torch.int32)
     return {
-        "input_ids": ids_of()[:1],
-        "labels": ids_of()[:1],
+        "input_ids": token_ids()[:1],
+        "labels": token_ids()[:1],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seq_lens_q": boundaries,
         "cu_seq_lens_k": boundaries,
@@ -74,18 +74,18 @@ def cut(batch: Batch, layout: Any = LAYOUT, **options: Any) -> Callable[[Any], o
 
 
 DIFFERENT: dict[str, tuple[str, Batch, Batch]] = {
-    "one label": ("labels", text(), {**text(), "labels": changed(ids_of())}),
-    "the first label": ("labels", text(), {**text(), "labels": changed(ids_of(), (0, 0))}),
-    "two tokens swapped": ("input_ids", text(), {**text(), "input_ids": ids_of()[:, [1, 0, *range(2, TOKENS)]]}),
-    "rows swapped": ("input_ids", text(), {**text(), "input_ids": ids_of().flip(0)}),
+    "one label": ("labels", text(), {**text(), "labels": changed(token_ids())}),
+    "the first label": ("labels", text(), {**text(), "labels": changed(token_ids(), (0, 0))}),
+    "two tokens swapped": ("input_ids", text(), {**text(), "input_ids": token_ids()[:, [1, 0, *range(2, TOKENS)]]}),
+    "rows swapped": ("input_ids", text(), {**text(), "input_ids": token_ids().flip(0)}),
     "an embedding": (
         "inputs_embeds", embedded(), {**embedded(), "inputs_embeds": changed(embedded()["inputs_embeds"], (1, 5, 3))}
     ),
-    "shifted labels": ("shift_labels", {**text(), "shift_labels": ids_of()}, {**text(), "shift_labels": -ids_of()}),
-    "no labels": ("labels", text(), {"input_ids": ids_of()}),
+    "shifted labels": ("shift_labels", {**text(), "shift_labels": token_ids()}, {**text(), "shift_labels": -token_ids()}),
+    "no labels": ("labels", text(), {"input_ids": token_ids()}),
     "items": ("num_items_in_batch", {**text(), "num_items_in_batch": 80}, {**text(), "num_items_in_batch": 81}),
-    "dtype": ("labels", text(), {**text(), "labels": ids_of().int()}),
-    "rows": ("input_ids", text(), {"input_ids": ids_of()[:1], "labels": ids_of()[:1]}),
+    "dtype": ("labels", text(), {**text(), "labels": token_ids().int()}),
+    "rows": ("input_ids", text(), {"input_ids": token_ids()[:1], "labels": token_ids()[:1]}),
     "documents": ("cu_seqlens", padding_free(), padding_free([0, 19, 23, TOKENS])),
 }  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_a_different_batch_is_refused_on_every_rank(name: str) -> None:
 
 def test_an_entry_that_one_rank_lacks_is_named_on_every_rank() -> None:
     def calls(rank: int) -> list[Callable[[Any], object]]:
-        return [cut(text()), cut({"input_ids": ids_of()} if rank == 1 else text())]
+        return [cut(text()), cut({"input_ids": token_ids()} if rank == 1 else text())]
 
     for first, second in errors(calls):
         assert not first and "the shape of labels differs" in second
@@ -116,7 +116,7 @@ def test_a_wrong_type_on_one_rank_is_an_error_on_all(batch: Any) -> None:
 
 def test_contents_of_known_shapes_are_compared_in_every_100th_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integration, "CHECK_EVERY", 4)
-    other = {**text(), "labels": changed(ids_of())}
+    other = {**text(), "labels": changed(token_ids())}
 
     def calls(rank: int) -> list[Callable[[Any], object]]:
         differs = other if rank == 2 else text()
@@ -139,7 +139,7 @@ def test_a_shape_that_is_new_to_one_rank_is_refused_on_all() -> None:
 
 def test_without_a_check_no_rank_waits() -> None:
     def calls(rank: int) -> list[Callable[[Any], object]]:
-        return [cut({**text(), "labels": changed(ids_of())}, check=False)] if rank == 1 else []
+        return [cut({**text(), "labels": changed(token_ids())}, check=False)] if rank == 1 else []
 
     assert errors(calls) == [[], [""], []]
 
@@ -155,7 +155,7 @@ def test_a_check_in_a_data_loader_worker_is_refused(monkeypatch: pytest.MonkeyPa
 def test_a_check_on_some_ranks_is_refused() -> None:
     def call(group: Any) -> None:
         shard_batch(text(), LAYOUT, group, check=None if group.rank() else False)
-        shard_batch({"input_ids": ids_of()}, LAYOUT, group)
+        shard_batch({"input_ids": token_ids()}, LAYOUT, group)
 
     with pytest.raises(ValueError, match="labels"):
         run_ranks(3, call)
@@ -213,7 +213,7 @@ def test_cu_seqlens_of_the_call_must_agree_with_the_batch() -> None:
         shard_batch(padding_free(), "contiguous", cu_seqlens=[0, 20, TOKENS])
 
 
-@pytest.mark.parametrize("entries", [("position_ids",), ("cu_seq_lens_q",), ("seq_idx",), integration.PACKED])
+@pytest.mark.parametrize("entries", [("position_ids",), ("cu_seq_lens_q",), ("seq_idx",), integration.PACKING_KEYS])
 def test_a_padding_free_batch_is_sharded_by_its_documents(entries: tuple[str, ...]) -> None:
     whole = padding_free()
     batch = {name: whole[name] for name in ("input_ids", "labels", *entries)}
@@ -233,7 +233,7 @@ def test_one_document_needs_no_boundaries() -> None:
 
 
 def test_a_model_on_a_padding_free_batch() -> None:
-    model, batch = model_of("llama").eval(), padding_free()
+    model, batch = build_model("llama").eval(), padding_free()
 
     def one_rank(group: Any) -> Tensor:
         mine = shard_batch(batch, LAYOUT, group)
@@ -273,9 +273,9 @@ def test_the_checksum_does_not_depend_on_the_chunk_size(monkeypatch: pytest.Monk
         ({**text(), "position_ids": 3}, {}, "position_ids is 3"),
         ({**text(), "num_items_in_batch": "a"}, {}, "num_items_in_batch is 'a'"),
         ({**text(), "max_length_q": "q"}, {}, "max_length_q is 'q'"),
-        ({"input_ids": ids_of()[0]}, {}, "input_ids is"),
-        ({**text(), "labels": ids_of()[:, :9]}, {}, "labels is"),
-        ({**text(), "shift_labels": ids_of()[:1]}, {}, "shift_labels is"),
+        ({"input_ids": token_ids()[0]}, {}, "input_ids is"),
+        ({**text(), "labels": token_ids()[:, :9]}, {}, "labels is"),
+        ({**text(), "shift_labels": token_ids()[:1]}, {}, "shift_labels is"),
     ],
 )
 def test_wrong_arguments_are_refused(batch: Batch, options: Mapping[str, Any], entry: str) -> None:

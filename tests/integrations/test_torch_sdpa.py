@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ringattn import Layout, LocalWorld, ring_attention
-from ringattn.integrations.torch_sdpa import layout_of, ring_sdpa
+from ringattn.integrations.torch_sdpa import load_balancer_layout, ring_sdpa
 
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import run_ranks
@@ -100,7 +100,7 @@ def test_the_context_parallel_cases_of_pytorch(
     tokens = 64 * world
     whole = tensors(tokens, heads, dtype=dtype)
     balancer = _HeadTailLoadBalancer(tokens, world, "cpu")
-    layout = layout_of(balancer, world) if balanced else Layout.contiguous(tokens, world)
+    layout = load_balancer_layout(balancer, world) if balanced else Layout.contiguous(tokens, world)
     attention: Attention = torch.compile(SDPA, fullgraph=True, backend="aot_eager") if compiled else SDPA
     call: dict[str, Any] = {"is_causal": causal, "enable_gqa": heads[0] != heads[1]}
     check(on_ranks(layout, whole, attention, **call), whole, **call)
@@ -218,13 +218,13 @@ def test_backward_of_checkpointed_layers_outside_ring_sdpa_raises() -> None:
 
 
 def test_layouts_of_load_balancers() -> None:
-    assert layout_of(_HeadTailLoadBalancer(24, 3, "cpu"), 3) == Layout.zigzag(24, 3)
-    assert layout_of(_PerDocumentHeadTailLoadBalancer([[24], [24]], 3, "cpu"), 3) == Layout.zigzag(24, 3)
-    assert layout_of(torch.arange(12).view(4, 3).t().reshape(-1), 3) == Layout.striped(12, 3)
-    assert layout_of(torch.tensor([1, 4, 5, 0, 2, 3]), 2).positions(0).tolist() == [1, 4, 5]
+    assert load_balancer_layout(_HeadTailLoadBalancer(24, 3, "cpu"), 3) == Layout.zigzag(24, 3)
+    assert load_balancer_layout(_PerDocumentHeadTailLoadBalancer([[24], [24]], 3, "cpu"), 3) == Layout.zigzag(24, 3)
+    assert load_balancer_layout(torch.arange(12).view(4, 3).t().reshape(-1), 3) == Layout.striped(12, 3)
+    assert load_balancer_layout(torch.tensor([1, 4, 5, 0, 2, 3]), 2).positions(0).tolist() == [1, 4, 5]
     causal = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu", BLOCK_SIZE=16)
     balancer = _PTRRLoadBalancer(causal, 2)
-    layout = layout_of(balancer, 2)
+    layout = load_balancer_layout(balancer, 2)
     for rank, part in enumerate(balancer._generate_indices()[0].chunk(2)):
         assert torch.equal(layout.positions(rank), part)
     whole = tensors(128)
@@ -246,7 +246,7 @@ def test_layouts_of_load_balancers() -> None:
 )
 def test_refused_load_balancers(balancer: Any, world: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        layout_of(balancer, world)
+        load_balancer_layout(balancer, world)
 
 
 ENDS = torch.tensor([0, 8])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringattn.integrations.transformers import register
 
-from ..support import forked
+from ..support import rank_processes
 from ..support.hf_models import SIZES, VOCABULARY
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
@@ -93,8 +93,8 @@ def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"average_tokens_across_devices": False}])
 def test_training_evaluation_and_prediction_equal_one_process(options: dict[str, Any]) -> None:
-    (theirs,) = forked.results(1, partial(trained, False, 1, **options), patience=IMPORTS)
-    for ours in forked.results(2, partial(trained, True, 2, **options), patience=IMPORTS):
+    (theirs,) = rank_processes.group_results(1, partial(trained, False, 1, **options), patience=IMPORTS)
+    for ours in rank_processes.group_results(2, partial(trained, True, 2, **options), patience=IMPORTS):
         compare(ours, theirs)
 
 
@@ -107,11 +107,11 @@ def evaluated_by_the_loader_of_accelerate(rank: int) -> str:
     del trainer_class.create_accelerator_and_postprocess
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(model("ringattn"), TrainingArguments(folder, **OPTIONS), eval_dataset=rows(8, 2))
-        return forked.ending(trainer.evaluate)[1]
+        return rank_processes.call_outcome(trainer.evaluate)[1]
 
 
 def test_different_rows_on_each_rank_are_refused() -> None:
-    for text in forked.results(2, evaluated_by_the_loader_of_accelerate, patience=IMPORTS):
+    for text in rank_processes.group_results(2, evaluated_by_the_loader_of_accelerate, patience=IMPORTS):
         assert "input_ids differs between ranks (rank 0" in text
 
 
@@ -159,6 +159,6 @@ def test_packing_of_trl_equals_one_process(strategy: str, rows: int) -> None:
         "per_device_train_batch_size": rows,
         "per_device_eval_batch_size": rows,
     }
-    (theirs,) = forked.results(1, partial(fine_tuned, False, 1, **options), patience=IMPORTS)
-    for ours in forked.results(2, partial(fine_tuned, True, 2, **options), patience=IMPORTS):
+    (theirs,) = rank_processes.group_results(1, partial(fine_tuned, False, 1, **options), patience=IMPORTS)
+    for ours in rank_processes.group_results(2, partial(fine_tuned, True, 2, **options), patience=IMPORTS):
         compare(ours, theirs)

@@ -14,12 +14,12 @@ from torch import Tensor
 from ringattn import Layout, LocalWorld, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.integrations import formats
-from ringattn.integrations.formats import Boundaries, attend
+from ringattn.integrations.formats import Boundaries, attend_format
 from ringattn.integrations.transformer_engine import DotProductAttention
 
 from ..support.baselines import Results, pytorch
-from ..support.forked import results
-from ..support.mask_cases import Case, compare, expected
+from ..support.mask_cases import RingCase, compare_with_expected, expected_results
+from ..support.rank_processes import group_results
 from ..support.ring_cases import inputs, run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 
@@ -153,9 +153,9 @@ def test_as_exact_as_one_device(name: str) -> None:
         call["cu_seqlens"] = [[0, *chain(*row), tokens] for row in rows]
         is_real = [[(at >= start) & (at < end) for start, end in row] for row in rows]
         call["key_mask"] = torch.stack([torch.stack(row).any(0) for row in is_real])
-    right = Case(Layout.contiguous(tokens, 1), whole, call, sink=sink, through_lse=False)
+    right = RingCase(Layout.contiguous(tokens, 1), whole, call, sink=sink, through_lse=False)
     dsink = torch.stack([part[4] for part in parts]).sum(0) if len(parts[0]) > 4 else None
-    compare(expected(right), Results(out, None, *grads), dsink)  # type: ignore[arg-type]
+    compare_with_expected(expected_results(right), Results(out, None, *grads), dsink)  # type: ignore[arg-type]
 
 
 def heads(tokens: int = 8, groups: int = GROUPS) -> list[Tensor]:
@@ -183,12 +183,12 @@ def test_padding_masks_are_copied_to_the_device_once(qkv_format: str) -> None:
     edges = torch.tensor([0, 9])
     padded = torch.tensor([0, 12]) if qkv_format == "thd" else None
     call: dict[str, Any] = {"qkv_format": qkv_format, "boundaries": Boundaries(edges, None, padded, None)}
-    cached = formats._shared_padding if qkv_format == "thd" else formats._shared_behind
+    cached = formats._cached_padding if qkv_format == "thd" else formats._cached_tail_padding
     cached.cache_clear()
     with torch.inference_mode():
-        attend(q, k, v, group=None, attn_mask_type="padding", **call)
+        attend_format(q, k, v, group=None, attn_mask_type="padding", **call)
     for _ in range(2):
-        attend(q, k, v, group=None, attn_mask_type="padding", **call).sum().backward()
+        attend_format(q, k, v, group=None, attn_mask_type="padding", **call).sum().backward()
     assert cached.cache_info().misses == 1
 
 
@@ -245,8 +245,8 @@ def test_dropout_only_in_training() -> None:
     options: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": seed}
     for training, call in ((True, options), (False, {})):
         out = module.train(training)(*(whole[name] for name in "qkv")).unflatten(-1, (HEADS, DIM))
-        right = expected(Case(Layout.contiguous(24, 1), whole, {"causal": True} | call, through_lse=False))
-        compare(right, Results(out, None, None, None, None))  # type: ignore[arg-type]
+        right = expected_results(RingCase(Layout.contiguous(24, 1), whole, {"causal": True} | call, through_lse=False))
+        compare_with_expected(right, Results(out, None, None, None, None))  # type: ignore[arg-type]
 
 
 def without_a_group(rank: int) -> tuple[Tensor, Tensor]:
@@ -258,7 +258,7 @@ def without_a_group(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def test_without_a_group_a_rank_is_alone() -> None:
-    (first, same), (second, as_well) = results(2, without_a_group)
+    (first, same), (second, as_well) = group_results(2, without_a_group)
     assert first.equal(same) and second.equal(as_well) and not first.equal(second)
 
 
@@ -340,4 +340,4 @@ def test_wrong_boundaries_are_refused(boundaries: Boundaries, tokens: int, messa
     q, k, v = (x[0] for x in heads(tokens))
     options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "boundaries": boundaries}
     with LocalWorld(2) as world, pytest.raises((ValueError, NotImplementedError), match=message):
-        world.run(lambda group: attend(q, k, v, group=group, **options))
+        world.run(lambda group: attend_format(q, k, v, group=group, **options))

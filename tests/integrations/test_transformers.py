@@ -22,8 +22,8 @@ from ringattn import Layout, ring_attention, unshard
 from ringattn.integrations import transformers as integration
 from ringattn.integrations.transformers import register, shard_batch, sharded
 
-from ..support import forked
-from ..support.hf_models import CONFIGS, DOCUMENTS, SIZES, TOKENS, Result, check, ids_of, model_of
+from ..support import rank_processes
+from ..support.hf_models import CONFIGS, DOCUMENTS, SIZES, TOKENS, Result, build_model, check_against_eager, token_ids
 from ..support.nightly import rest_nightly
 from ..support.ring_cases import LAYOUTS, run_ranks
 
@@ -31,11 +31,11 @@ WORLD = 4
 
 
 def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None, prepare: Any = None) -> Result:
-    models = [model_of(name) for _ in range(WORLD)]
+    models = [build_model(name) for _ in range(WORLD)]
 
     def step(group: Any) -> tuple[Tensor, Tensor]:
         model = models[group.rank()]
-        batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group, cu_seqlens=cu_seqlens)
+        batch = shard_batch({"input_ids": token_ids(), "labels": token_ids()}, layout, group, cu_seqlens=cu_seqlens)
         with sharded(model, layout, group, cu_seqlens=cu_seqlens):
             out = model(**batch)
         out.loss.backward()
@@ -56,7 +56,7 @@ def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None,
 )
 def test_model(name: str, layout: str, packed: bool) -> None:
     cu_seqlens = DOCUMENTS if packed else None
-    check(name, on_ranks(name, LAYOUTS[layout](TOKENS, WORLD), cu_seqlens), cu_seqlens or [0, TOKENS])
+    check_against_eager(name, on_ranks(name, LAYOUTS[layout](TOKENS, WORLD), cu_seqlens), cu_seqlens or [0, TOKENS])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_losing_an_argument_changes_the_logits(
     cu_seqlens = DOCUMENTS if argument == "cu_seqlens" else None
     ours = on_ranks(name, Layout.striped(TOKENS, WORLD), cu_seqlens)
     with pytest.raises(AssertionError, match="logits: error"):
-        check(name, ours, cu_seqlens or [0, TOKENS])
+        check_against_eager(name, ours, cu_seqlens or [0, TOKENS])
 
 
 @pytest.mark.parametrize("kind", ["biogpt", "gpt2", "opt"])
@@ -88,12 +88,12 @@ def test_learned_positions(kind: str) -> None:
     config = transformers.AutoConfig.for_model(kind, **{k: x for k, x in SIZES.items() if k != "head_dim"} | sizes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    layout, expected = Layout.zigzag(TOKENS, WORLD), model(ids_of()).logits
+    layout, expected = Layout.zigzag(TOKENS, WORLD), model(token_ids()).logits
     model.set_attn_implementation("ringattn")
 
     def forward(group: Any) -> Tensor:
         with sharded(model, layout, group):
-            logits: Tensor = model(**shard_batch({"input_ids": ids_of()}, layout, group)).logits.detach()
+            logits: Tensor = model(**shard_batch({"input_ids": token_ids()}, layout, group)).logits.detach()
             return logits
 
     torch.testing.assert_close(layout.unshard(run_ranks(WORLD, forward)), expected)
@@ -104,21 +104,21 @@ def test_checkpointed_layers_run_again_outside_of_sharded() -> None:
     ours = on_ranks(
         "mistral", Layout.zigzag(TOKENS, WORLD), prepare=lambda model: model.gradient_checkpointing_enable()
     )
-    check("mistral", ours, [0, TOKENS])
+    check_against_eager("mistral", ours, [0, TOKENS])
 
 
 def test_a_model_that_accelerate_prepared() -> None:
     """Accept ``is_causal`` in place of the mask, as accelerate's hooks put it. Windows are refused by accelerate."""
     ours = on_ranks("qwen3", Layout.zigzag(TOKENS, WORLD), prepare=_attach_context_parallel_hooks)
-    check("qwen3", ours, [0, TOKENS])
+    check_against_eager("qwen3", ours, [0, TOKENS])
     with pytest.raises(ValueError, match="sliding_attention"):
-        _attach_context_parallel_hooks(model_of("mistral"))
+        _attach_context_parallel_hooks(build_model("mistral"))
 
 
 def test_generation_on_one_rank_equals_eager() -> None:
-    prompt = ids_of()[:, :5]
+    prompt = token_ids()[:, :5]
     ours, theirs = (
-        model_of("gemma3", attention).eval().generate(prompt, max_new_tokens=9, do_sample=False, use_cache=False)
+        build_model("gemma3", attention).eval().generate(prompt, max_new_tokens=9, do_sample=False, use_cache=False)
         for attention in ("ringattn", "eager")
     )
     assert ours.equal(theirs)
@@ -132,11 +132,11 @@ def test_attention_dropout_is_passed_in_training_only(monkeypatch: pytest.Monkey
         return ring_attention(*qkv, **call)
 
     monkeypatch.setattr(integration, "ring_attention", recording)
-    model = model_of("mistral")
+    model = build_model("mistral")
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.25
-    model(ids_of())
-    model.eval()(ids_of())
+    model(token_ids())
+    model.eval()(token_ids())
     assert calls == [0.25, 0.25, 0.0, 0.0]
 
 
@@ -175,7 +175,7 @@ def test_masks_equal_the_dense_ones(create: str, packed: bool) -> None:
             mine = mask(create=create, tokens=here.shape[1], position_ids=here)
             zeros = torch.zeros(1, 1, here.shape[1], 8)
             v = layout.shard(values, group.rank(), 2)
-            out, _ = integration.attend(torch.nn.Module(), zeros, zeros, v, mine, position_ids=here)
+            out, _ = integration.attention_interface(torch.nn.Module(), zeros, zeros, v, mine, position_ids=here)
         return out
 
     assert (layout.unshard(run_ranks(WORLD, rows))[0, :, 0] > 0).equal(dense)
@@ -183,11 +183,11 @@ def test_masks_equal_the_dense_ones(create: str, packed: bool) -> None:
 
 def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: str = "llama", **given: Any) -> None:
     """Run a forward on two ranks, both with rank 0's token ids."""
-    model = model_of(name, attention)
+    model = build_model(name, attention)
 
     def forward(group: Any) -> None:
         with sharded(model, layout, group):
-            model(**{"input_ids": ids_of()[:, :20]} | given)
+            model(**{"input_ids": token_ids()[:, :20]} | given)
 
     run_ranks(2, forward)
 
@@ -199,7 +199,7 @@ def attention_without_a_mask(config: Any, **given: Any) -> None:
 
     def call(group: Any) -> None:
         with sharded(module, "contiguous", group):
-            integration.attend(module, patches, patches, patches, None, is_causal=False, **given)
+            integration.attention_interface(module, patches, patches, patches, None, is_causal=False, **given)
 
     run_ranks(2, call)
 
@@ -210,7 +210,7 @@ def rotary_by_length(kind: str) -> None:
 
 
 def llama(**given: Any) -> None:
-    model_of("llama")(**{"input_ids": ids_of()} | given)
+    build_model("llama")(**{"input_ids": token_ids()} | given)
 
 
 def on_two_shards(model: str = "LlamaForCausalLM", given: Any = None, **options: Any) -> None:
@@ -220,39 +220,39 @@ def on_two_shards(model: str = "LlamaForCausalLM", given: Any = None, **options:
 
     def forward(group: Any) -> None:
         with sharded(whole, "contiguous", group):
-            whole(**shard_batch({"input_ids": ids_of()[:, :40]}, "contiguous", group) | (given or {}))
+            whole(**shard_batch({"input_ids": token_ids()[:, :40]}, "contiguous", group) | (given or {}))
 
     run_ranks(2, forward)
 
 
 def generate() -> None:
-    model = model_of("llama").eval()
+    model = build_model("llama").eval()
 
     def forward(group: Any) -> None:
         with sharded(model, "contiguous", group):
-            model.generate(ids_of()[:, :20], max_new_tokens=2, do_sample=False)
+            model.generate(token_ids()[:, :20], max_new_tokens=2, do_sample=False)
 
     run_ranks(2, forward)
 
 
 def with_cache() -> None:
-    model = model_of("llama").eval()
-    model(ids_of()[:, :1], past_key_values=model(ids_of()).past_key_values)
+    model = build_model("llama").eval()
+    model(token_ids()[:, :1], past_key_values=model(token_ids()).past_key_values)
 
 
 def static_cache() -> None:
-    llama(past_key_values=transformers.StaticCache(model_of("llama").config, max_cache_len=64))
+    llama(past_key_values=transformers.StaticCache(build_model("llama").config, max_cache_len=64))
 
 
 def attentions_by_config() -> None:
-    model = model_of("llama")
+    model = build_model("llama")
     model.config._output_attentions = True
-    model(ids_of())
+    model(token_ids())
 
 
 ONES, PADDING = torch.ones(2, TOKENS), torch.ones(2, TOKENS).index_fill(1, torch.tensor([0]), 0)
 RESTARTING = torch.arange(TOKENS)[None] % 20
-IDS: dict[str, Any] = {"input_ids": ids_of()}
+IDS: dict[str, Any] = {"input_ids": token_ids()}
 REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "padding": (ValueError, "hides 2 tokens as padding.*cu_seqlens", lambda: llama(attention_mask=PADDING)),
     "dense mask": (ValueError, "is a Tensor", lambda: llama(attention_mask=torch.zeros(2, 1, TOKENS, TOKENS))),
@@ -277,7 +277,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "mask argument": (
         NotImplementedError, "'sinks'.* of a mask",
-        lambda: integration.mask_of(q_length=1, kv_length=1, mask_function=masking.causal_mask_function, sinks=4),
+        lambda: integration.mask_interface(q_length=1, kv_length=1, mask_function=masking.causal_mask_function, sinks=4),
     ),
     "balance of experts": (
         NotImplementedError, "aux_loss of GptOssForCausalLM",
@@ -288,7 +288,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "labels that the model shifts": (
         NotImplementedError, "loss without shift_labels of LlamaForCausalLM",
-        lambda: on_two_shards(given={"labels": ids_of()[:, :20]}),
+        lambda: on_two_shards(given={"labels": token_ids()[:, :20]}),
     ),
     "sequence classification": (
         NotImplementedError, "logits .2, 2. of Gemma2", lambda: on_two_shards("Gemma2ForSequenceClassification")
@@ -369,12 +369,12 @@ def test_unsupported_transformers_versions_are_refused(monkeypatch: pytest.Monke
 def fully_sharded(rank: int) -> Result:
     """Train with accelerate's meshes and ``fully_shard``, because accelerate's ``prepare`` refuses windows."""
     mesh = ParallelismConfig(cp_size=2).get_device_mesh("cpu")  # use ``accelerator.torch_device_mesh`` on GPUs
-    group, model = mesh["cp"], model_of("gpt-oss")
+    group, model = mesh["cp"], build_model("gpt-oss")
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp_shard_cp"])
     fully_shard(model, mesh=mesh["dp_shard_cp"])
     layout = Layout.zigzag(TOKENS, 2)
-    batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group)
+    batch = shard_batch({"input_ids": token_ids(), "labels": token_ids()}, layout, group)
     with sharded(model, layout, group):
         out = model(**batch)
     (out.loss * group.size()).backward()  # FSDP averages gradients over the mesh
@@ -385,5 +385,5 @@ def fully_sharded(rank: int) -> Result:
 
 @pytest.mark.nightly
 def test_fsdp_on_meshes_of_accelerate() -> None:
-    for ours in forked.results(2, fully_sharded):
-        check("gpt-oss", ours, [0, TOKENS])
+    for ours in rank_processes.group_results(2, fully_sharded):
+        check_against_eager("gpt-oss", ours, [0, TOKENS])

@@ -21,9 +21,9 @@ from ringattn.integrations import ring_flash_attn
 from ringattn.integrations import yunchang as ours
 
 from ..support.baselines import Results
-from ..support.forked import results
-from ..support.mask_cases import Case, compare, expected
+from ..support.mask_cases import RingCase, compare_with_expected, expected_results
 from ..support.nightly import rest_nightly
+from ..support.rank_processes import group_results
 from ..support.ring_cases import inputs, run_ranks
 
 TOKENS = 64
@@ -62,8 +62,8 @@ def check(
     order = torch.cat([held(kind, rank, rd, ud) for rank in range(rd * ud)]).argsort()
     columns = zip(*(parts or run_ranks(rd * ud, virtual)), strict=True)
     out, *grads = (torch.cat(x, 1).index_select(1, order) for x in columns)
-    case = Case(Layout.contiguous(TOKENS, 1), whole, options, through_lse=False)
-    compare(expected(case), Results(out, None, *grads))  # type: ignore[arg-type]
+    case = RingCase(Layout.contiguous(TOKENS, 1), whole, options, through_lse=False)
+    compare_with_expected(expected_results(case), Results(out, None, *grads))  # type: ignore[arg-type]
 
 
 def held(kind: str, rank: int, rd: int, ud: int) -> Tensor:
@@ -145,7 +145,7 @@ def test_in_a_graph(kind: str, rd: int, ud: int) -> None:
 )
 def test_a_ring_of_packed_tensors(options: dict[str, Any], kind: str) -> None:
     whole, defaults = cut(4), {"causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
-    rule = ours.RULES[kind]
+    rule = ours.RING_LAYOUTS[kind]
 
     def part(group: LocalGroup) -> list[Tensor]:
         layout = getattr(Layout, str(rule))(TOKENS, 2)
@@ -184,7 +184,7 @@ def ulysses_in_process(rank: int) -> list[Any]:
 
 @pytest.mark.nightly
 def test_ulysses_in_processes() -> None:
-    ranks = results(4, ulysses_in_process)
+    ranks = group_results(4, ulysses_in_process)
     for size, at in ((4, 0), (2, 2)):
         check("basic", cut(4), 1, size, [rank[at] for rank in ranks[-size:]], causal=True)
     for rank in ranks:
@@ -215,7 +215,7 @@ def test_the_mesh_has_ring_or_ulysses_low(low: bool, right: list[list[int]], mon
 
 @pytest.mark.nightly
 def test_processes() -> None:
-    for ranks in zip(*results(4, in_process), strict=True):
+    for ranks in zip(*group_results(4, in_process), strict=True):
         parts = [part for _, part in sorted(ranks, key=lambda one: one[0])]
         check("zigzag", cut(2), 2, 2, parts, causal=True)
 
@@ -253,7 +253,7 @@ def test_basic_extraction_without_degrees_and_strided_tensors() -> None:
         (lambda mesh: ours.UlyssesAttention(mesh, use_sync=True), "use_sync is True"),
         (lambda mesh: ours.UlyssesAttention(mesh, 1, 2), r"are \(1, 2\)"),
         (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(8), 0, 1, group=mesh), r"value is \[8\]: it must be"),
-        (lambda mesh: ours.layout_of("basic", 8, 0, 1), "rd is 0, ud is 1"),
+        (lambda mesh: ours.usp_layout("basic", 8, 0, 1), "rd is 0, ud is 1"),
         (lambda mesh: ours.set_seq_parallel_pg(2, None, 0, 1), r"are \(2, None\)"),  # type: ignore[arg-type]
         (lambda mesh: ours.set_seq_parallel_pg(2, 2, 0, 1), "their product must divide world_size, 1"),
         (lambda mesh: ours.set_seq_parallel_pg(1, 1, 0, 2), "process group has not been initialized"),
@@ -287,7 +287,7 @@ def test_names_and_arguments_match_the_package() -> None:
     assert yunchang.__version__ == "0.6.4"
     assert {*yunchang.EXTRACT_FUNC_DICT} == {*ours.EXTRACT_FUNC_DICT}
     values = [member.value for member in AttnType]
-    assert {*values} - {*ours.EXACT} == {member for member in values if "sage" in member}
+    assert {*values} - {*ours.EXACT_KERNELS} == {member for member in values if "sage" in member}
     homes = yunchang, yunchang.hybrid, yunchang.ulysses, yunchang.ring
     public = {name for home in homes for name, x in vars(home).items() if name[0] != "_" and not inspect.ismodule(x)}
     functions = {name for name in public if name.endswith("_func")}
@@ -295,7 +295,9 @@ def test_names_and_arguments_match_the_package() -> None:
     assert yunchang.hybrid.RING_IMPL_QKVPACKED_DICT.keys() == ours.RING_IMPL_QKVPACKED_DICT.keys()
     for name, theirs in yunchang.hybrid.RING_IMPL_QKVPACKED_DICT.items():
         named = by_position(theirs)
-        assert [*by_position(ours.RING_IMPL_QKVPACKED_DICT[name])] == [*named] and named.pop("attn_type") in ours.EXACT
+        assert [*by_position(ours.RING_IMPL_QKVPACKED_DICT[name])] == [*named] and named.pop(
+            "attn_type"
+        ) in ours.EXACT_KERNELS
     of_a_kernel = {name for name in functions if "pytorch" in name or "flashinfer" in name or "npu" in name}
     for name in functions - of_a_kernel:
         kept, named = by_position(getattr(ring_flash_attn, name)), by_position(getattr(yunchang, name))
@@ -324,15 +326,15 @@ def their_tokens(rank: int) -> list[Tensor]:
     for ud, rd in ((1, 4), (2, 2), (4, 1)):
         yunchang.set_seq_parallel_pg(ud, rd, rank, 4)
         whole = torch.arange(TOKENS)[None, :, None]
-        made += [yunchang.EXTRACT_FUNC_DICT[kind](whole, rank, 4, rd=rd, ud=ud).flatten() for kind in ours.RULES]
+        made += [yunchang.EXTRACT_FUNC_DICT[kind](whole, rank, 4, rd=rd, ud=ud).flatten() for kind in ours.RING_LAYOUTS]
     dist.barrier()
     return made
 
 
 @pytest.mark.nightly
 def test_layouts_match_the_package() -> None:
-    for rank, theirs in enumerate(results(4, their_tokens)):
-        cases = [(kind, rd, ud) for ud, rd in ((1, 4), (2, 2), (4, 1)) for kind in ours.RULES]
+    for rank, theirs in enumerate(group_results(4, their_tokens)):
+        cases = [(kind, rd, ud) for ud, rd in ((1, 4), (2, 2), (4, 1)) for kind in ours.RING_LAYOUTS]
         for (kind, rd, ud), tokens in zip(cases, theirs, strict=True):
-            assert ours.layout_of(kind, TOKENS, rd, ud).positions(rank).equal(tokens)
+            assert ours.usp_layout(kind, TOKENS, rd, ud).positions(rank).equal(tokens)
             assert held(kind, rank, rd, ud).equal(tokens)

@@ -34,19 +34,19 @@ from ..support.kernel_cases import (
     KINDS,
     Inputs,
     Sizes,
+    bounds_from,
     check,
     compare,
-    dense,
+    cycle_values,
+    dense_mask,
     dkdv_of_shards,
     documents,
     exact,
-    hops,
-    in_turn,
+    forward_hops,
     inputs,
     interval,
-    of,
+    narrow_keys,
     ours,
-    part,
     pytorch,
     tiles,
 )
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "dtype"),
-    in_turn([(1, 1), (40, 40), (96, 96), (256, 256), (192, 128), (24, 40), (16, 1)], DTYPES),
+    cycle_values([(1, 1), (40, 40), (96, 96), (256, 256), (192, 128), (24, 40), (16, 1)], DTYPES),
 )
 def test_head_dims(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     check(inputs(Sizes(head_dim=head_dim, head_dim_v=head_dim_v), dtype), interval("window", 40, 40))
@@ -73,7 +73,7 @@ def test_heads_and_scales(heads: int, kv_heads: int, kind: str, scale: float | N
     check(x, interval(kind, 20, 20), softmax_scale=scale)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), in_turn(KINDS, DTYPES))
+@pytest.mark.parametrize(("kind", "dtype"), cycle_values(KINDS, DTYPES))
 def test_masks(kind: str, dtype: torch.dtype) -> None:
     check(inputs(Sizes(queries=70, keys=75), dtype), interval(kind, 70, 75))
 
@@ -88,7 +88,7 @@ def test_interval_and_position_references_agree() -> None:
 LENGTHS = [(1, 33), (33, 1), (64, 32), (0, 8), (8, 0), (0, 0)]
 
 
-@pytest.mark.parametrize(("queries", "keys", "kind"), in_turn(LENGTHS, ["full", "causal", "causal"]))
+@pytest.mark.parametrize(("queries", "keys", "kind"), cycle_values(LENGTHS, ["full", "causal", "causal"]))
 def test_lengths(queries: int, keys: int, kind: str) -> None:
     check(inputs(Sizes(queries, keys, heads=2)), interval(kind, queries, keys))
 
@@ -102,7 +102,7 @@ def test_any_intervals_and_tiles(data: st.DataObject) -> None:
     block = st.sampled_from([16, 32])
     check(
         inputs(Sizes(queries, keys)),
-        of(lo, torch.maximum(lo, hi), keys),
+        bounds_from(lo, torch.maximum(lo, hi), keys),
         config=tiles(data.draw(block), data.draw(block)),
         few_keys=True,
     )
@@ -181,20 +181,22 @@ def hop_gradients(x: Inputs, bounds: Bounds, cuts: Sequence[int], out: Tensor, l
     for i, (begin, end) in enumerate(shards):
         into = torch.empty_like(q) if i == len(shards) - 1 else dq if dq is not None else torch.empty_like(q).float()
         keys, values = k[:, begin:end], v[:, begin:end]
-        result = attention_dq(dout, q, keys, values, lse, delta, bounds=part(bounds, begin, end), accum=dq, out=into)
+        result = attention_dq(
+            dout, q, keys, values, lse, delta, bounds=narrow_keys(bounds, begin, end), accum=dq, out=into
+        )
         assert result is into
         dq = result
     assert dq is not None
     return Results(out, lse, dq, *dkdv_of_shards(x, bounds, cuts, lse, delta))
 
 
-HOPS = in_turn(["full", "causal", "documents", "first rows blind"], DTYPES, CUTS)
+HOPS = cycle_values(["full", "causal", "documents", "first rows blind"], DTYPES, CUTS)
 
 
 @pytest.mark.parametrize(("kind", "dtype", "cuts"), HOPS)
 def test_hops_are_as_exact_as_one_launch(kind: str, dtype: torch.dtype, cuts: list[int]) -> None:
     x, bounds = inputs(Sizes(), dtype), interval(kind, 40, 40)
-    out, lse = hops(x, bounds, cuts)
+    out, lse = forward_hops(x, bounds, cuts)
     compare(hop_gradients(x, bounds, cuts, out, lse), x, bounds)
 
 
@@ -261,7 +263,7 @@ MASKS = {
     "full": interval("full", TOKENS, TOKENS),
     "causal": interval("causal", TOKENS, TOKENS),
     "documents": documents([(19, 19), (5, 5), (24, 24)]),
-    "window": of(torch.arange(TOKENS) - 6, torch.arange(TOKENS) + 3, TOKENS),
+    "window": bounds_from(torch.arange(TOKENS) - 6, torch.arange(TOKENS) + 3, TOKENS),
 }
 
 
@@ -273,7 +275,7 @@ def test_nan_reaches_the_rows_that_see_it(kind: str, name: str) -> None:
     """Other rows and keys may become NaN only if they share a tile with an affected pair."""
     x, bounds = inputs(Sizes(TOKENS, TOKENS)), MASKS[kind]
     clean = ours(x, bounds, config=tiles(BLOCK, BLOCK))
-    visible = dense(bounds, TOKENS, TOKENS)
+    visible = dense_mask(bounds, TOKENS, TOKENS)
     touched = visible.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
     touched = touched.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     is_place = torch.arange(TOKENS) == PLACE
@@ -353,7 +355,7 @@ def test_offsets_past_32_bits(far: Far) -> None:
 
 def test_kernels_do_not_access_memory_past_the_end() -> None:
     """Guard pages around the tensors would end the child process."""
-    command = [sys.executable, "-m", "tests.support.guarded"]
+    command = [sys.executable, "-m", "tests.support.guard_pages"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     place = done.stdout.splitlines()[-1:]
     assert done.returncode == 0 and done.stdout.endswith("inside\n"), f"in {place}\n{done.stderr[-3000:]}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds
 
-from ..support.kernel_cases import dense
+from ..support.kernel_cases import dense_mask
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def check_transposed(lo: list[int], hi: list[int], keys: int) -> None:
     made, queries = of(lo, hi), len(lo)
     other = made.transposed(keys)
     other.check(1, keys, queries, CPU)
-    assert torch.equal(dense(other, keys, queries), dense(made, queries, keys).mT)
+    assert torch.equal(dense_mask(other, keys, queries), dense_mask(made, queries, keys).mT)
     assert other.lo is not None and other.hi is not None
     ends = torch.cat([other.lo, other.hi]).tolist()  # the kernels need ascending ends here, too
     assert ends == sorted(ends[:keys]) + sorted(ends[keys:]) and all(0 <= end <= queries for end in ends)

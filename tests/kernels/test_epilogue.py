@@ -20,8 +20,8 @@ from ringattn.kernels import (
     attention_backward,
     attention_dkdv,
     attention_forward,
-    choice,
     launch,
+    launch_plan,
 )
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
 
@@ -122,7 +122,7 @@ def test_unsuitable_inputs_of_descriptors_are_refused(
     if not of_sums:
         with pytest.raises(ValueError, match=message):
             attention_forward(x.q, x.k, x.v, config=DESCRIPTORS)
-    monkeypatch.setattr(choice, "resolve_config", lambda config, tile, q, k: DESCRIPTORS)
+    monkeypatch.setattr(launch_plan, "resolve_config", lambda config, tile, q, k: DESCRIPTORS)
     attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, out=(dk, dv))  # a table's choice falls back to pointers
 
 
@@ -137,5 +137,5 @@ def test_tma_alignment_of_addresses_and_strides() -> None:
         ((2, 4, 2, 16), (0, 32, 16, 1), 0, False),
         ((0, 4, 2, 16), (3, 3, 3, 1), 1, True),
     ):
-        assert launch.is_aligned(memory.as_strided(size, stride, offset)) is aligned, (size, stride, offset)
-    assert launch.strides_of(memory.as_strided((1, 4, 1, 16), (3, 32, 5, 1))) == [16, 32, 16, 1]
+        assert launch.is_tma_aligned(memory.as_strided(size, stride, offset)) is aligned, (size, stride, offset)
+    assert launch.tma_strides(memory.as_strided((1, 4, 1, 16), (3, 32, 5, 1))) == [16, 32, 16, 1]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ringattn.bench.predict.speed import GPUS, gpu_speed
+from ringattn.kernels.compile_target import CompileTarget, compiling_for
 from ringattn.kernels.gpu import (
     ARCHS,
     GPU_MODELS,
@@ -22,7 +23,6 @@ from ringattn.kernels.gpu import (
     gpu_specs,
     shared_limit,
 )
-from ringattn.kernels.target import Target, compiling_for
 
 
 @pytest.mark.parametrize("key", GPU_MODELS)
@@ -66,7 +66,7 @@ def test_gpu_specs_are_queried_once_per_device(monkeypatch: pytest.MonkeyPatch) 
     cpu, meta = torch.device("cpu"), torch.device("meta")
     assert [gpu_specs(device) for device in (cpu, meta)] == [None, None]
     assert gpu_or_interpreter(cpu) == gpu_or_interpreter(meta) == INTERPRETER_GPU
-    with compiling_for(Target(assumed_gpu(80), print)):
+    with compiling_for(CompileTarget(assumed_gpu(80), print)):
         assert gpu_specs(meta) == gpu_or_interpreter(meta) == assumed_gpu(80)
     asked = []
 

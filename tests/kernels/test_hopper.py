@@ -26,12 +26,12 @@ from ringattn.kernels import (
     attention_forward,
     attention_gradients,
     hopper_backward_launch,
-    hopper_launch,
+    hopper_forward_launch,
     launch,
 )
 from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.gpu import assumed_gpu, shared_limit
-from ringattn.kernels.hopper import steps
+from ringattn.kernels.hopper import step_order
 
 from ..support import gluon_stand_in, kernel_cases
 from ..support.baselines import Results
@@ -40,13 +40,13 @@ from ..support.kernel_cases import (
     DEVICE,
     Inputs,
     Sizes,
-    dense,
+    cycle_values,
+    dense_mask,
     exact,
-    in_turn,
     inputs,
     interval,
     magnitudes,
-    part,
+    narrow_keys,
     pytorch,
 )
 from ..support.tolerance import assert_as_exact_as_pytorch
@@ -81,7 +81,7 @@ class Launches:
         return max(range(len(options)), key=lambda i: self.ranks.setdefault(options[i], self.random.random()))
 
     def __call__(self, kernel: Any, grid: int, device: torch.device, *arguments: Any, **options: Any) -> None:
-        assert [options.pop(name) for name in ("num_warps", "maxnreg")] == [4, hopper_launch.THREAD_REGISTERS]
+        assert [options.pop(name) for name in ("num_warps", "maxnreg")] == [4, hopper_forward_launch.THREAD_REGISTERS]
         for program in range(grid):
             self.machines.append(Machine(program, self.choose))
             run = getattr(gluon_stand_in.kernel(self.machines[-1], kernel.__module__.split(".")[-1]), kernel.__name__)
@@ -98,10 +98,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Run launches on the stand-in and record them; on a Hopper GPU the real kernels run and nothing is recorded."""
     made = Launches()
     if not ON_HOPPER:
-        monkeypatch.setattr(hopper_launch, "launch", made)
+        monkeypatch.setattr(hopper_forward_launch, "launch", made)
         monkeypatch.setattr(hopper_backward_launch, "launch", made)
         monkeypatch.setattr(launch, "gluon_descriptor", Descriptor)
-        monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
+        monkeypatch.setattr(hopper_forward_launch, "is_hopper_device", lambda device: True)
     return made
 
 
@@ -114,7 +114,7 @@ def forward(x: Inputs, bounds: Bounds = FULL, **options: Any) -> tuple[Tensor, T
 
 def compare(out: Tensor, lse: Tensor, x: Inputs, bounds: Bounds = FULL, scale: float | None = None) -> None:
     truth, baseline = exact(x, bounds, scale), pytorch(x, bounds, scale)
-    size = magnitudes(x, truth, dense(bounds, x.q.shape[1], x.k.shape[1]), scale)["out"]
+    size = magnitudes(x, truth, dense_mask(bounds, x.q.shape[1], x.k.shape[1]), scale)["out"]
     assert_as_exact_as_pytorch("out", out.cpu(), baseline.out.to(out.dtype), truth.out, magnitude=size)
     assert_as_exact_as_pytorch("lse", lse.cpu(), baseline.lse, truth.lse)
 
@@ -154,7 +154,7 @@ Backward: three programs; the last one has keys past the end, and one of its war
 
 @pytest.mark.parametrize(
     ("sizes", "tile", "kind", "dtype"),
-    in_turn(
+    cycle_values(
         [
             (SIZES, (128, 2), "full"),
             (SIZES, (64, 4), "documents"),
@@ -219,7 +219,7 @@ def test_state_is_carried_from_hop_to_hop(launches: Launches, kind: str, final: 
     """Hops include an empty one, which the portable kernel takes, and one of a single key."""
     x, bounds = inputs(SIZES, dtype), interval(kind, SIZES.queries, SIZES.keys)
     cuts = [0, 130, 131, 131, 300] if ON_HOPPER else [0, 130, 131, 300]
-    out, lse = kernel_cases.hops(x, bounds, cuts, final=final, config=config())
+    out, lse = kernel_cases.forward_hops(x, bounds, cuts, final=final, config=config())
     compare(out.to(dtype), lse, x, bounds)
 
 
@@ -233,10 +233,10 @@ def test_gradients_are_accumulated(launches: Launches) -> None:
         keys = x._replace(k=x.k[:, begin:end], v=x.v[:, begin:end])
         start = torch.randn(keys.k.shape, device=DEVICE), torch.randn(keys.v.shape, device=DEVICE)
         sums = start[0].clone(), start[1].clone()
-        got = gradients(keys, lse, delta, dq, part(bounds, begin, end), accum=sums, out=sums)
+        got = gradients(keys, lse, delta, dq, narrow_keys(bounds, begin, end), accum=sums, out=sums)
         assert got[0] is sums[0] and got[1] is sums[1]
         last = torch.empty_like(keys.k, device=DEVICE), torch.empty_like(keys.v, device=DEVICE)
-        gradients(keys, lse, delta, torch.zeros_like(dq), part(bounds, begin, end), accum=start, out=last)
+        gradients(keys, lse, delta, torch.zeros_like(dq), narrow_keys(bounds, begin, end), accum=start, out=last)
         torch.testing.assert_close([total.half() for total in got], [*last], rtol=0, atol=0)
         parts.append([after - other for after, other in zip(got, start, strict=True)])
     dk, dv = (torch.cat(shards, 1).half() for shards in zip(*parts, strict=True))
@@ -317,17 +317,17 @@ def test_unsuitable_inputs_are_refused(
 
 
 def test_barriers_have_a_kibibyte_of_shared_memory() -> None:
-    room = shared_limit(hopper_launch.ARCH) - 1024
-    hopper_launch.check_room("config.forward", 128, room, "stages")
+    room = shared_limit(hopper_forward_launch.HOPPER_CAPABILITY) - 1024
+    hopper_forward_launch.check_shared_bytes("config.forward", 128, room, "stages")
     with pytest.raises(ValueError, match=r"config\.forward needs 232449 bytes of shared memory at head dim 128"):
-        hopper_launch.check_room("config.forward", 128, room + 1, "stages")
+        hopper_forward_launch.check_shared_bytes("config.forward", 128, room + 1, "stages")
 
 
 def test_only_compute_capability_9_0_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later GPUs have no wgmma."""
     for arch in (89, 90, 100):
-        monkeypatch.setattr(hopper_launch, "gpu_specs", lambda device, arch=arch: assumed_gpu(arch))
-        assert hopper_launch.is_hopper(torch.device("cuda")) == (arch == 90)
+        monkeypatch.setattr(hopper_forward_launch, "gpu_specs", lambda device, arch=arch: assumed_gpu(arch))
+        assert hopper_forward_launch.is_hopper_device(torch.device("cuda")) == (arch == 90)
     for call, kernel in ((forward, "forward_kernel"), (call_backward, "backward")):
         with pytest.raises(
             ValueError, match=rf"q is on \S+: {kernel}='hopper' supports GPUs of compute capability 9.0"
@@ -360,7 +360,7 @@ def test_unsupported_hops_run_on_the_portable_kernels(
 
 def test_descriptors_are_cached_per_tensor_and_block() -> None:
     k, v = (torch.zeros(1, 128, 2, 64, dtype=torch.float16) for _ in range(2))
-    described: Any = launch.Descriptors()
+    described: Any = launch.DescriptorCache()
     made = described(k, 64)
     assert described(k, 64) is made and made.base is k and made.block_shape == [1, 64, 1, 64]
     others = [described(k, 128), described(v, 64), described(k, 64, 32)]
@@ -377,8 +377,8 @@ def test_steps_cover_the_tile_range(columns: int) -> None:
               for d in range(max(b, c), columns + 1) if c >= a]  # fmt: skip
     for limit in limits:
         tiles = tile_range(*limit, block)
-        past, tail, full, count = steps.phases_of(*tiles, columns, block)
-        visited = [steps.column_of(step, past, block) for step in range(count)]
+        past, tail, full, count = step_order.step_phases(*tiles, columns, block)
+        visited = [step_order.step_column(step, past, block) for step in range(count)]
         if tiles.end <= tiles.start:
             assert count == 1 and visited[0] >= columns and tail == full == 1
             continue
@@ -402,7 +402,7 @@ def test_results_do_not_depend_on_the_interleaving(launches: Launches) -> None:
 
 
 COMPILED = pytest.mark.compiles(
-    "kernels/hopper_launch.py",
+    "kernels/hopper_forward_launch.py",
     "kernels/hopper_backward_launch.py",
     "autotune/gate.py",
     "tests/support/launch_arguments.py",
@@ -470,13 +470,13 @@ def order_problems(listing: str) -> list[str]:
         (order_problems, STEP.format(EXP * 32), []),
         (order_problems, STEP.format(EXP * 31), ["31 of 31 exponentials run under the product with V"]),
         (order_problems, STEP.format(EXP * 32).replace("0x1", "0x0"), ["0 of 1 main loops start a product before the"]),
-        (compiled_gate.handing_problems, HANDED, []),
-        (compiled_gate.handing_problems, HANDED.replace("cp.async.bulk.tensor", "ld.global"), ["no TMA loads"]),
-        (compiled_gate.handing_problems, HANDED.replace("240", "168"), ["setmaxnreg is [24, 168]"]),
-        (compiled_gate.handing_problems, HANDED.replace("bar.sync 0, 128;", ""), ["a slot is released before all"]),
-        (compiled_gate.handing_problems, HANDED.replace("mbarrier.arrive", "x"), ["no slot is released"]),
-        (compiled_gate.unfenced, FENCED, []),
-        (compiled_gate.unfenced, FENCED.replace(FENCE, ""), ["1 times stmatrix", "1 times st.shared"]),
+        (compiled_gate.handoff_problems, HANDED, []),
+        (compiled_gate.handoff_problems, HANDED.replace("cp.async.bulk.tensor", "ld.global"), ["no TMA loads"]),
+        (compiled_gate.handoff_problems, HANDED.replace("240", "168"), ["setmaxnreg is [24, 168]"]),
+        (compiled_gate.handoff_problems, HANDED.replace("bar.sync 0, 128;", ""), ["a slot is released before all"]),
+        (compiled_gate.handoff_problems, HANDED.replace("mbarrier.arrive", "x"), ["no slot is released"]),
+        (compiled_gate.unfenced_stores, FENCED, []),
+        (compiled_gate.unfenced_stores, FENCED.replace(FENCE, ""), ["1 times stmatrix", "1 times st.shared"]),
     ],
 )
 def test_gate_problems_of_listings(reads: Callable[[str], list[str]], code: str, problems: list[str]) -> None:

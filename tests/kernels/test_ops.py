@@ -17,8 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringattn import kernels
 from ringattn.kernels import PLAIN, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attend, ops
-from ringattn.kernels.ops import namespace_of, pack, pack_config, unpack_config
-from ringattn.kernels.tables import Point
+from ringattn.kernels.ops import op_namespace, pack_config, pack_kernel_args, unpack_config
+from ringattn.kernels.tables import TuningPoint
 
 from ..support.baselines import Results
 from ..support.kernel_cases import Inputs, Sizes, compare, inputs, interval
@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 def test_opcheck() -> None:
     """The quantisation ops skip the schema check, because torch cannot compare e4m3."""
     q, k, v, dout, dlse = inputs(SIZES)
-    call = pack()
+    call = pack_kernel_args()
     out, lse = (x.clone() for x in ops.forward_op(q, k, v, False, *call))
     backward_inputs = (dout, q, k, v, lse, ops.delta_op(dout, out, dlse))
     into = (torch.zeros_like(k), torch.zeros_like(v))
@@ -73,7 +73,10 @@ def test_opcheck() -> None:
         (ops.backward_op, (*backward_inputs, *call)),
         (ops.dq_op, (*backward_inputs, None, torch.zeros_like(q), True, *call)),
         (ops.dkdv_op, (*backward_inputs, None, None, *into, True, *call)),
-        (ops.gradients_op, (*backward_inputs, torch.zeros_like(q), None, None, *into, True, *pack(config=SINGLE_PASS))),
+        (
+            ops.gradients_op,
+            (*backward_inputs, torch.zeros_like(q), None, None, *into, True, *pack_kernel_args(config=SINGLE_PASS)),
+        ),
         (ops.quantize_op, (k, *codes)),
         (ops.dequantize_op, (*codes, torch.zeros_like(k))),
     ):
@@ -81,7 +84,7 @@ def test_opcheck() -> None:
             op, args, test_utils=checks[:-1] if op in (ops.quantize_op, ops.dequantize_op) else checks
         )
     leaves = (x.requires_grad_() for x in inputs(SIZES)[:3])
-    scored = (*leaves, True, *pack(**CALLS["scores"]()))
+    scored = (*leaves, True, *pack_kernel_args(**CALLS["scores"]()))
     torch.library.opcheck(ops.forward_op, scored, test_utils=[*checks, "test_aot_dispatch_dynamic"])
 
 
@@ -213,10 +216,10 @@ assert other.default_config(q, v).forward == other.Tile(64, 128, 8, 2), "a table
 
 
 def test_renamed_copies_run_beside_the_original(tmp_path: Path) -> None:
-    assert namespace_of("vendor.ringattn.kernels") == "vendor__ringattn", "of a clone inside another package"
+    assert op_namespace("vendor.ringattn.kernels") == "vendor__ringattn", "of a clone inside another package"
     for place in ("elsewhere", "vendor/attention/fused"):
         shutil.copytree(ROOT / "kernels", tmp_path / place, ignore=shutil.ignore_patterns("__pycache__"))
-    point = Point("forward", "fp32", 16, 16, 2, "full", 64)
+    point = TuningPoint("forward", "fp32", 16, 16, 2, "full", 64)
     save(tmp_path / "vendor/attention/fused/tuned", entry(point, Tile(64, 128, 8, 2)))
     done = subprocess.run([sys.executable, "-c", COPIES], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,7 +11,7 @@ from torch import Tensor
 from ringattn.kernels import SCALE_TOKENS, dequantize, quantize
 from ringattn.reference import fp8
 
-from ..support.wire_cases import assert_same, assert_within_bound, codes_for, wide
+from ..support.wire_cases import assert_same, assert_within_bound, poisoned_codes, wide_range_tensor
 from .test_attention import VIEWS
 
 DTYPES = (torch.float16, torch.float32)
@@ -19,7 +19,7 @@ DTYPES = (torch.float16, torch.float32)
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scale = codes_for(x)
+    codes, scale = poisoned_codes(x)
     quantize(x, codes, scale)
     return codes, scale
 
@@ -43,32 +43,34 @@ def scaled_by_one(y: Tensor) -> tuple[Tensor, Tensor]:
 def test_every_code_decodes_like_torch_and_the_reference() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     codes = every.view(1, 2, 1, 128).view(torch.float8_e4m3fn)
-    assert_same((torch.tensor([fp8.value(code) for code in every.tolist()]),), (codes.to(torch.float32).view(256),))
+    assert_same(
+        (torch.tensor([fp8.decode_code(code) for code in every.tolist()]),), (codes.to(torch.float32).view(256),)
+    )
     for scale in (torch.full((1, 1, 1), 1.0), torch.full((1, 1, 1), 3.7e-5)):
         assert_same((back(codes, scale, torch.float32),), (codes.to(torch.float32) * scale.item(),))
 
 
 def test_rounding_is_to_nearest_with_ties_to_even() -> None:
     """Ties between all neighbouring codes, and one fp32 step to either side."""
-    values = torch.tensor([fp8.value(code) for code in range(fp8.NAN)])
+    values = torch.tensor([fp8.decode_code(code) for code in range(fp8.NAN_CODE)])
     middle = (values[1:] + values[:-1]) / 2
     y = torch.cat([torch.nextafter(middle, torch.tensor(0.0)), middle, torch.nextafter(middle, torch.tensor(1e9))])
     codes, y = scaled_by_one(torch.cat([y, -y]))
-    assert codes.view(torch.uint8).tolist() == [fp8.nearest(value) for value in y.tolist()]
+    assert codes.view(torch.uint8).tolist() == [fp8.nearest_code(value) for value in y.tolist()]
     assert set((codes.view(torch.uint8)[len(middle) : 2 * len(middle)] % 2).tolist()) == {0}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantize_matches_the_reference(dtype: torch.dtype) -> None:
-    x = wide(2, 130, 2, 3, dtype=dtype)
+    x = wide_range_tensor(2, 130, 2, 3, dtype=dtype)
     codes, scale = quantized(x)
-    expected, scales = fp8.quantize(x, SCALE_TOKENS)
+    expected, scales = fp8.quantize_blocks(x, SCALE_TOKENS)
     torch.testing.assert_close(scale.double(), scales, rtol=2**-24, atol=0)
     # The reference divides in float64, so a few numbers lie on the other side of a tie.
     steps = (codes.view(torch.uint8).int() - expected.int()).abs()
     assert int(steps.max()) <= 1
     assert float((steps > 0).double().mean()) < 1e-3
-    got = fp8.dequantize(codes.view(torch.uint8), scale.double(), SCALE_TOKENS)
+    got = fp8.dequantize_blocks(codes.view(torch.uint8), scale.double(), SCALE_TOKENS)
     torch.testing.assert_close(back(codes, scale, torch.float32).double(), got, rtol=2**-24, atol=0)
 
 
@@ -81,7 +83,7 @@ def test_nan_and_infinity_become_nan_without_changing_other_values(dtype: torch.
     codes, scale = quantized(special)
     clean, clean_scale = quantized(x)
     assert_same((scale,), (clean_scale,))
-    assert set(codes.view(torch.uint8)[~special.isfinite()].tolist()) == {fp8.NAN}
+    assert set(codes.view(torch.uint8)[~special.isfinite()].tolist()) == {fp8.NAN_CODE}
     made, expected = back(codes, scale, dtype), back(clean, clean_scale, dtype)
     assert torch.equal(made.isnan(), ~special.isfinite())
     assert torch.equal(made[special.isfinite()], expected[special.isfinite()])
@@ -119,7 +121,7 @@ def test_the_largest_values_stay_finite(dtype: torch.dtype) -> None:
 def test_each_block_of_128_tokens_and_head_has_a_scale(
     tokens: int, heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    x = wide(2, tokens, heads, head_dim, dtype=dtype)
+    x = wide_range_tensor(2, tokens, heads, head_dim, dtype=dtype)
     x *= torch.arange(1, 2 * heads + 1).view(2, 1, heads, 1) / (2 * heads)
     codes, scale = quantized(x)
     assert scale.shape == (2, -(-tokens // 128), heads)
@@ -131,7 +133,7 @@ def test_each_block_of_128_tokens_and_head_has_a_scale(
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_are_read_and_written_in_place(view: Callable[[Tensor], Tensor]) -> None:
-    x = wide(2, 20, 2, 6)
+    x = wide_range_tensor(2, 20, 2, 6)
     codes, scale = quantized(x)
     assert_same(quantized(view(x)), (codes, scale))
     target = view(torch.zeros_like(x))
@@ -159,7 +161,7 @@ E4M3 = torch.float8_e4m3fn
 def test_bad_arguments_are_refused_in_both_directions(change: dict[str, Tensor], message: str) -> None:
     """The names of the arguments differ between the two directions."""
     values = torch.ones(1, 4, 2, 8)
-    codes, scale = codes_for(values)
+    codes, scale = poisoned_codes(values)
     arguments = {"values": values, "codes": codes, "scale": scale, **change}
     with pytest.raises(ValueError, match=message.replace("VALUES", "x").replace("CODES", "out")):
         quantize(arguments["values"], arguments["codes"], arguments["scale"])

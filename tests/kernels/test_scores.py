@@ -15,21 +15,21 @@ from torch import Tensor
 
 from ringattn import reference, ring_attention, single_rank
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds, KernelConfig, Scores, attention_backward, attention_forward
-from ringattn.kernels.launch import counter_of
-from ringattn.reference.philox import philox, words
+from ringattn.kernels.launch import dropout_counter
+from ringattn.reference.philox import counter_words, philox
 
 from ..support import kernel_cases
-from ..support.baselines import Modified, Results, pytorch
+from ..support.baselines import ReferenceModifiers, Results, pytorch
 from ..support.kernel_cases import (
     DTYPES,
     Inputs,
     Sizes,
-    in_turn,
+    bounds_from,
+    cycle_values,
     inputs,
     interval,
     magnitudes,
-    of,
-    part,
+    narrow_keys,
     tiles,
     visible,
 )
@@ -46,14 +46,14 @@ def ours(x: Inputs, bounds: Bounds, scores: Scores, config: KernelConfig | None 
     return kernel_cases.ours(x, bounds, config=config, scores=scores)
 
 
-def modified_by(scores: Scores, x: Inputs) -> Modified:
+def modified_by(scores: Scores, x: Inputs) -> ReferenceModifiers:
     """Return the reference's modification of scores and weights."""
     if scores.q_positions is None or scores.k_positions is None:
-        return Modified(scores.softcap)
+        return ReferenceModifiers(scores.softcap)
     named = ("softcap", "alibi_slopes", "dropout_p", "dropout_seed")
     options: Any = {name: value for name in named if (value := getattr(scores, name)) is not None}
     shape = (x.q.shape[0], scores.first_head + x.q.shape[2], x.q.shape[1], x.k.shape[1])
-    made = Modified.of(shape, scores.q_positions, scores.k_positions, options)
+    made = ReferenceModifiers.from_scores(shape, scores.q_positions, scores.k_positions, options)
     return made if made.factors is None else made._replace(factors=made.factors[:, scores.first_head :])
 
 
@@ -93,7 +93,7 @@ def scores_of(name: str, queries: int = QUERIES, keys: int = KEYS) -> Scores:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "kind"), in_turn(SCORES, DTYPES, ["causal", "documents", "first rows blind", "full"])
+    ("name", "dtype", "kind"), cycle_values(SCORES, DTYPES, ["causal", "documents", "first rows blind", "full"])
 )
 def test_each_score_modification_is_exact(name: str, dtype: torch.dtype, kind: str) -> None:
     x, bounds = inputs(SIZES, dtype), interval(kind, QUERIES, KEYS)
@@ -134,7 +134,7 @@ def shards(x: Inputs, bounds: Bounds, scores: Scores, size: int) -> Iterator[tup
     assert scores.k_positions is not None
     for begin in range(0, x.k.shape[1], size):
         end = min(begin + size, x.k.shape[1])
-        interval_part, index = part(bounds, begin, end), bounds.block_sparse
+        interval_part, index = narrow_keys(bounds, begin, end), bounds.block_sparse
         used = None if bounds.seqused_k is None else (bounds.seqused_k - begin).clamp(0, end - begin)
         if index is not None:
             index = BlockSparseIndex(index.visible[:, begin // index.block : -(-end // index.block)], index.block)
@@ -169,7 +169,7 @@ def test_chunks_of_heads_equal_all_heads(name: str) -> None:
     x, scores = inputs(SIZES), scores_of(name)
     whole, _ = attention_forward(*x[:3], scores=scores)
     halves = [
-        attention_forward(x.q[:, :, chunk], x.k, x.v, scores=scores.of_heads(chunk))[0]
+        attention_forward(x.q[:, :, chunk], x.k, x.v, scores=scores.slice_heads(chunk))[0]
         for chunk in (slice(0, 1), slice(1, 2))
     ]
     assert torch.equal(torch.cat(halves, 2), whole)
@@ -177,7 +177,7 @@ def test_chunks_of_heads_equal_all_heads(name: str) -> None:
 
 def test_seeds_and_thresholds_fit_their_words() -> None:
     for seed in (0, 5, 2**63 - 1, 2**63, 2**64 - 1):
-        *seed_halves, head_low, head_high = (int(half) for half in counter_of(seed, 7 << 16 | 3))
+        *seed_halves, head_low, head_high = (int(half) for half in dropout_counter(seed, 7 << 16 | 3))
         assert sum(half << 16 * place for place, half in enumerate(seed_halves)) == seed
         assert (head_low, head_high) == (3, 7)
     assert Scores(dropout_p=1 - 2**-40).threshold == (1 << 32) - 1, "the threshold stays a 32-bit word"
@@ -186,7 +186,7 @@ def test_seeds_and_thresholds_fit_their_words() -> None:
 @pytest.mark.parametrize("p", [0, 1], ids=["at the threshold", "below the threshold"])
 def test_dropout_keeps_a_word_equal_to_the_threshold(p: int) -> None:
     at, ones = torch.zeros(1, dtype=torch.int64), torch.ones(1, 1, 1, 16)
-    word = int(philox(words(0, 0, 0, 0), (3, 0))[0])  # of the only weight
+    word = int(philox(counter_words(0, 0, 0, 0), (3, 0))[0])  # of the only weight
     options: Any = {"dropout_p": (word + p) / 2**32, "dropout_seed": 3}
     outs = [
         ring_attention(ones, ones, ones, group=single_rank(), backend=backend, **options)
@@ -213,7 +213,7 @@ def test_any_combination_of_scores_and_masks(data: st.DataObject) -> None:
     block = data.draw(st.sampled_from([16, 32]))
     index = st.lists(st.integers(0, keys), min_size=queries, max_size=queries).map(sorted)
     lo, hi = torch.tensor(data.draw(index)), torch.tensor(data.draw(index))
-    whole = of(lo, torch.maximum(lo, hi), keys) if data.draw(st.booleans()) else FULL
+    whole = bounds_from(lo, torch.maximum(lo, hi), keys) if data.draw(st.booleans()) else FULL
     used = torch.tensor(data.draw(st.lists(st.integers(0, keys), min_size=2, max_size=2)), dtype=torch.int32)
     bounds = Bounds(
         whole.lo, whole.hi, used if data.draw(st.booleans()) else None,

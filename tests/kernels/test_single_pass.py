@@ -21,9 +21,9 @@ from ringattn.kernels import (
     single_pass,
 )
 from ringattn.kernels.gpu import assumed_gpu
-from ringattn.kernels.single_pass import add_order, key_tile_visits
+from ringattn.kernels.single_pass import dq_add_order, key_tile_visits
 
-from ..support.kernel_cases import KINDS, Inputs, Sizes, check, in_turn, inputs, interval, part
+from ..support.kernel_cases import KINDS, Inputs, Sizes, check, cycle_values, inputs, interval, narrow_keys
 from . import test_scores as scored
 from .test_compiled import compiling
 
@@ -44,7 +44,7 @@ def config(mode: str, block_q: int = 16, block_k: int = 32) -> KernelConfig:
 
 @pytest.mark.parametrize(
     ("kind", "sizes", "mode"),
-    in_turn(
+    cycle_values(
         [
             ("full", Sizes(40, 45, heads=2)),
             ("causal", Sizes(head_dim=96, head_dim_v=24, heads=2)),
@@ -83,7 +83,11 @@ def test_gradients_are_accumulated(mode: str) -> None:
     start = [torch.randn(t.shape) for t in x[:3]]
     dq, dk, dv = (t.clone() for t in start)
     for keys in (slice(0, 32), slice(32, 48)):
-        call: dict[str, Any] = {"bounds": part(bounds, keys.start, keys.stop), "dlse": x.dlse, "config": config(mode)}
+        call: dict[str, Any] = {
+            "bounds": narrow_keys(bounds, keys.start, keys.stop),
+            "dlse": x.dlse,
+            "config": config(mode),
+        }
         sums = dq, dk[:, keys], dv[:, keys]
         named: dict[str, Any] = dict(zip(("dq", "dk", "dv"), sums, strict=True))
         got = attention_backward(x.dout, x.q, x.k[:, keys], x.v[:, keys], out, lse, **named, **call)
@@ -114,7 +118,7 @@ def test_each_query_tile_receives_every_addition(kind: str, monkeypatch: pytest.
     launch = single_pass.launch  # type: ignore[attr-defined]
 
     def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
-        gates.extend(arg for arg in args if type(arg).__name__ == "Turns")
+        gates.extend(arg for arg in args if type(arg).__name__ == "AddTurns")
         launch(kernel, grid, device, *args, **options)
 
     monkeypatch.setattr(single_pass, "launch", spy)
@@ -132,7 +136,7 @@ def test_programs_wait_for_later_keys_only(kind: str) -> None:
     """A program waits only for programs of later keys, which are launched before, so no deadlock is possible."""
     bounds = narrowed(kind, 90, 160)
     for tile in (Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)):  # one cached table per tile
-        visits, table = key_tile_visits(bounds, 90, 160, tile, CPU), add_order(bounds, 2, 90, 160, tile, CPU)
+        visits, table = key_tile_visits(bounds, 90, 160, tile, CPU), dq_add_order(bounds, 2, 90, 160, tile, CPU)
         assert table is not None and visits.any() and table.shape[1:] == visits.shape[1:]
         for row, key_tile, query_tile in visits.nonzero().tolist():
             assert table[row, key_tile, query_tile] == visits[row, key_tile + 1 :, query_tile].sum()
@@ -161,7 +165,7 @@ HEAD_DIM_256 = inputs(Sizes(head_dim=256))
 def test_arguments_that_are_refused(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("dout", "q", "k", "v", "lse", "delta")
     call: dict[str, Any] = dict(zip(names, given(inputs(Sizes())), strict=True))
-    monkeypatch.setattr("ringattn.kernels.choice.gpu_specs", lambda device: assumed_gpu(90, "NVIDIA H200"))
+    monkeypatch.setattr("ringattn.kernels.launch_plan.gpu_specs", lambda device: assumed_gpu(90, "NVIDIA H200"))
     with pytest.raises(ValueError, match=message):
         attention_gradients(**{**call, "dq": torch.zeros(1, 40, 1, 16), "config": config("single_pass"), **change})
 
@@ -169,7 +173,7 @@ def test_arguments_that_are_refused(change: dict[str, Any], message: str, monkey
 def test_strides_beyond_32_bits_are_refused() -> None:
     dq = torch.empty(1, 40, 2**27, 1, device="meta")
     with pytest.raises(ValueError, match=r"dq has strides .*: a tile of 16 queries must lie within 2\^31 elements"):
-        single_pass.check_near("dq", dq, Tile(16, 32, 4, 1))
+        single_pass.check_tile_span("dq", dq, Tile(16, 32, 4, 1))
 
 
 @pytest.mark.compiles("kernels/single_pass.py", "tests/support/launch_arguments.py")

@@ -13,7 +13,16 @@ import torch
 
 from ringattn.kernels import Tile, tables
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
-from ringattn.kernels.tables import RefusedTable, Table, as_json, file_name, options_of, parse, read, tuned
+from ringattn.kernels.tables import (
+    RefusedTable,
+    Table,
+    load_tuned_tiles,
+    parse_table,
+    read_table,
+    table_file_name,
+    table_to_json,
+    tuned_options,
+)
 
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
 from ..test_house import ROOT
@@ -28,7 +37,7 @@ LONG = POINT._replace(length=32768)
 def table(**changed: Any) -> dict[str, Any]:
     """Return a valid table as JSON data, with some of its fields (dotted by ``__``) replaced or removed."""
     made = Table("NVIDIA H200", 90, (3, 7), (entry(), estimate(POINT._replace(length=32768))))
-    data: dict[str, Any] = json.loads(json.dumps(as_json(made)))
+    data: dict[str, Any] = json.loads(json.dumps(table_to_json(made)))
     for name, value in changed.items():
         place: Any = data
         *path, last = name.split("__")
@@ -46,8 +55,8 @@ def test_a_table_round_trips() -> None:
     made = Table(
         "NVIDIA H200", 90, (3, 7), (entry(), entry(POINT._replace(length=16384), HOPPER), estimate(LONG))
     )  # fmt: skip
-    assert parse(json.loads(json.dumps(as_json(made)))) == made
-    assert as_json(made)["entries"][1]["options"] == {"forward_kernel": "hopper"}
+    assert parse_table(json.loads(json.dumps(table_to_json(made)))) == made
+    assert table_to_json(made)["entries"][1]["options"] == {"forward_kernel": "hopper"}
 
 
 BIG = {"block_q": 128, "block_k": 512, "num_warps": 8, "num_stages": 3}
@@ -77,7 +86,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_data_that_violates_the_schema_is_refused() -> None:
     for changed, fragment in BAD:
         with pytest.raises(ValueError) as error:
-            parse(table(**changed))
+            parse_table(table(**changed))
         message = str(error.value)
         assert fragment in message and len(message) < 300 and message.isprintable()
 
@@ -86,29 +95,29 @@ def test_broken_files_are_refused_with_their_path(tmp_path: Path) -> None:
     for name, content, message in (("a", "", "Expecting value"), ("b", "{}", "schema is None")):
         (path := tmp_path / name).write_text(content)
         with pytest.raises(RefusedTable, match=f"^{re.escape(str(path))} is refused: {message}"):
-            read(path)
+            read_table(path)
 
 
 @pytest.mark.parametrize(("kernel", "rows"), [("forward", 64), ("dq", 64), ("dkdv", 16), ("single_pass", 16)])
 def test_shared_memory_counts_the_streamed_pair(kernel: str, rows: int) -> None:
     point = POINT._replace(kernel=kernel, dtype="bf16", head_dim=128, head_dim_v=64)
-    assert tables.least_shared(point, Tile(16, 64, 4, 3)) == 2 * rows * (128 + 64) * 2
+    assert tables.min_shared_bytes(point, Tile(16, 64, 4, 3)) == 2 * rows * (128 + 64) * 2
 
 
 def test_file_names_cannot_leave_the_folder() -> None:
     names = {"NVIDIA H200": "nvidia-h200", "../../.ssh/id\x00": "ssh-id", "A" * 500: "a" * 80, "sm_90": "sm-90"}
-    assert {gpu: file_name(gpu, (3, 7)) for gpu in names} == {
+    assert {gpu: table_file_name(gpu, (3, 7)) for gpu in names} == {
         gpu: f"{name}_triton-3.7.json" for gpu, name in names.items()
     }
     with pytest.raises(ValueError, match=r"gpu is .* must have at least one letter or digit"):
-        file_name("../\x00", (3, 7))
+        table_file_name("../\x00", (3, 7))
 
 
 Folders = tuple[Path, Path]
 
 
 def found(length: int = 8192, gpu: GpuSpec = H200, **how: Any) -> Tile | None:
-    return tuned(gpu, **how).tile(KEY, length)
+    return load_tuned_tiles(gpu, **how).tile(KEY, length)
 
 
 def test_the_entry_with_the_nearest_length_is_used(folders: Folders) -> None:
@@ -118,12 +127,12 @@ def test_the_entry_with_the_nearest_length_is_used(folders: Folders) -> None:
         nearest = min(tiles, key=lambda known: abs(math.log((length or 0.5) / known)))
         assert found(length) == tiles[nearest], length
     wide = (*KEY[:3], 64, *KEY[4:])
-    assert tuned(H200).tile(wide, 8192) is None, "of values of another head dim"
+    assert load_tuned_tiles(H200).tile(wide, 8192) is None, "of values of another head dim"
     save(folders[1], entry(POINT._replace(head_dim_v=64), OTHER))
-    tables.forget()
-    assert tuned(H200).tile(wide, 8192) == OTHER and found(8192) == tiles[8192]
+    tables.clear_table_cache()
+    assert load_tuned_tiles(H200).tile(wide, 8192) == OTHER and found(8192) == tiles[8192]
     for field in range(len(KEY)):  # no entry for another kernel, dtype, head dim, group or mask
-        assert tuned(H200).tile((*KEY[:field], None, *KEY[field + 1 :]), 8192) is None  # type: ignore[arg-type]
+        assert load_tuned_tiles(H200).tile((*KEY[:field], None, *KEY[field + 1 :]), 8192) is None  # type: ignore[arg-type]
 
 
 def test_folder_precedence(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +141,9 @@ def test_folder_precedence(folders: Folders, tmp_path: Path, monkeypatch: pytest
     save(package, entry(tile=OTHER), entry(POINT._replace(kernel="dq"), OTHER))
     assert found() == OTHER
     save(user, entry())
-    tables.forget()
+    tables.clear_table_cache()
     assert found() == TILE
-    assert tuned(H200).tile(("dq", *KEY[1:]), 8192) == OTHER
+    assert load_tuned_tiles(H200).tile(("dq", *KEY[1:]), 8192) == OTHER
     explicit, small = tmp_path / "given", Tile(16, 16, 4, 1)
     save(explicit, entry(tile=small))
     assert found(config_dir=explicit) == small and found() == TILE
@@ -144,7 +153,7 @@ def test_folder_precedence(folders: Folders, tmp_path: Path, monkeypatch: pytest
 
 def test_a_missing_folder_warns(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"config_dir is '/nowhere': there is no such folder; `ringattn tune"):
-        tuned(H200, "/nowhere")
+        load_tuned_tiles(H200, "/nowhere")
     monkeypatch.setenv(tables.CONFIG_DIR, "/nowhere")
     with pytest.warns(UserWarning, match="RINGATTN_CONFIG_DIR is '/nowhere'"):
         assert found() is None
@@ -156,7 +165,7 @@ def test_estimates_are_used_on_request_only(folders: Folders) -> None:
     assert found() is None
     assert found(estimated=True) == TILE
     save(folders[1], entry(tile=OTHER))
-    tables.forget()
+    tables.clear_table_cache()
     assert found() == OTHER
     assert found(estimated=True) == OTHER  # a measured entry of this GPU comes first
 
@@ -175,7 +184,7 @@ def test_a_table_of_an_older_triton_is_used_with_one_warning(folders: Folders, m
     assert f"no tuned tiles for Triton 3.7 at {user / 'nvidia-h200_triton-3.7.json'}" in message
     assert f"using those for 3.6 in {older}" in message
     monkeypatch.setattr(tables, "triton_version", lambda: (3, 4))
-    tables.forget()
+    tables.clear_table_cache()
     assert found() is None, "newer versions do not serve"
 
 
@@ -200,7 +209,7 @@ def test_shipped_tables_hold_estimates_only() -> None:
     paths = [*(ROOT / "autotune" / "tables").glob("*.json")]
     assert paths
     for path in paths:
-        shipped = read(path)
-        assert path.name == file_name(shipped.gpu, shipped.triton)
+        shipped = read_table(path)
+        assert path.name == table_file_name(shipped.gpu, shipped.triton)
         assert all(entry.estimated and entry.bound for entry in shipped.entries)
-        assert not any(options_of(entry.tile) for entry in shipped.entries), "an estimate that serves nobody"
+        assert not any(tuned_options(entry.tile) for entry in shipped.entries), "an estimate that serves nobody"

@@ -25,12 +25,12 @@ from ringattn.kernels import (
     tile_range,
 )
 from ringattn.kernels.device import tiles as jit
-from ringattn.kernels.device.tiles import Interval, Shape
+from ringattn.kernels.device.tiles import LaunchShape, MaskInterval
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, bounds
 
 from ..support.kernel_cases import interval, tiles, visible
-from ..support.layouts import NAMES, named
+from ..support.layouts import NAMES, build_layout
 
 Limits = tuple[int, int, int, int]
 """lo_first, lo_last, hi_first, hi_last"""
@@ -61,7 +61,7 @@ def test_every_small_range(block: int) -> None:
 @triton.jit  # type: ignore[untyped-decorator]
 def mirror(out: Any, interval: Any, shape: Any, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr) -> None:
     program = tl.program_id(0)
-    got = jit.tile_range(interval, program * BLOCK_ROWS, shape, BLOCK_ROWS, BLOCK)
+    got = jit.load_tile_range(interval, program * BLOCK_ROWS, shape, BLOCK_ROWS, BLOCK)
     for i in tl.static_range(4):
         tl.store(out + 4 * program + i, got[i])
 
@@ -72,11 +72,11 @@ def test_the_jit_tile_range_equals_the_host_function(block: int) -> None:
     cases = [*limits(4), (2, 2, 3, 3)]
     lo = torch.tensor([end for case in cases for end in case[:2]], dtype=torch.int32)[:-1]
     hi = torch.tensor([end for case in cases for end in case[2:]], dtype=torch.int32)[:-1]
-    calls = [(Interval(lo, hi), len(lo), 4, cases)]
-    calls += [(Interval(None, None), 5, columns, [(0, 0, columns, columns)] * 3) for columns in range(7)]
+    calls = [(MaskInterval(lo, hi), len(lo), 4, cases)]
+    calls += [(MaskInterval(None, None), 5, columns, [(0, 0, columns, columns)] * 3) for columns in range(7)]
     for made, rows, columns, ends in calls:
         out = torch.full((len(ends), 4), -1, dtype=torch.int32)
-        mirror[(len(ends),)](out, made, Shape(rows, columns, 1, 1), BLOCK_ROWS=2, BLOCK=block)
+        mirror[(len(ends),)](out, made, LaunchShape(rows, columns, 1, 1), BLOCK_ROWS=2, BLOCK=block)
         assert torch.equal(out, torch.tensor([tile_range(*case, block) for case in ends], dtype=torch.int32))
 
 
@@ -193,7 +193,7 @@ def check_launches(
 @pytest.mark.parametrize(("name", "causal"), [*((name, True) for name in (*NAMES, "uneven")), ("uneven", False)])
 def test_invisible_tiles_are_never_loaded(name: str, causal: bool, watch: list[Loads]) -> None:
     """Each visible tile is loaded once per pass, in every hop of every rank."""
-    layout, done = Layout.uneven([60, 3, 27]) if name == "uneven" else named(name, 90, 3), set()
+    layout, done = Layout.uneven([60, 3, 27]) if name == "uneven" else build_layout(name, 90, 3), set()
     for rank, shard in product(range(3), repeat=2):
         q, k = layout.positions(rank), layout.positions(shard)
         made = bounds(Mask(causal=causal), q, k)

@@ -19,7 +19,7 @@ from random import Random
 import torch
 
 from ..conftest import profile  # noqa: F401  the interpreter, before Triton is imported
-from ..support.mask_cases import compare, expected, together
+from ..support.mask_cases import combine_ranks, compare_with_expected, expected_results
 from .fuzz_draw import BASE, WRONG, Literals, draw_line
 from .fuzz_ranks import Outcome, Processes, Threads, case_of, told
 
@@ -108,7 +108,9 @@ def verdict(call: Literals, world: int, made: Sequence[Outcome]) -> str:
         return "; ".join(wrong)
     case = case_of(call, world)
     try:
-        compare(expected(case), *together(case, [outcome for outcome in made if isinstance(outcome, list)]))
+        compare_with_expected(
+            expected_results(case), *combine_ranks(case, [outcome for outcome in made if isinstance(outcome, list)])
+        )
     except AssertionError as error:
         return str(error)
     return ""

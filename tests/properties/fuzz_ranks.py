@@ -23,16 +23,16 @@ from ringattn.comm import LocalGroup
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import Scores, attention_backward, attention_delta, attention_forward
 from ringattn.ring.ops import sink_gradient
-from ringattn.ring.prepare import Layouts, mask_of
+from ringattn.ring.prepare import Layouts, mask_from_options
 from ringattn.ring.schedule import mask as patterns
 from ringattn.ring.schedule.mask import bounds
-from ringattn.ring.shards import NAMES
+from ringattn.ring.shards import LAYOUT_NAMES
 
 from .. import conftest  # noqa: F401  Triton's interpreter, here and in processes
-from ..support.forked import Group
 from ..support.kernel_cases import tiles
-from ..support.layouts import of_owners
-from ..support.mask_cases import Case, begin, in_blocks, taken
+from ..support.layouts import layout_from_owners
+from ..support.mask_cases import RingCase, expand_to_blocks, start_call, take_rank_tokens
+from ..support.rank_processes import GroupProcesses
 from ..support.ring_cases import inputs
 from .fuzz_draw import BASE, Literals
 
@@ -46,7 +46,7 @@ Outcome = list[Tensor | None] | str | None
 def layout_of(literals: list[Any], tokens: int, world: int) -> Layout:
     """Build a layout from literals. Tokens of a rank past the last one belong to nobody."""
     kind, *rest = literals
-    if kind in NAMES:
+    if kind in LAYOUT_NAMES:
         layout: Layout = getattr(Layout, kind)(tokens, world)
     elif kind == "documents":
         layout = Layout.zigzag(tokens, world, cu_seqlens=[0, *(min(cut, tokens) for cut in rest[0]), tokens])
@@ -55,7 +55,7 @@ def layout_of(literals: list[Any], tokens: int, world: int) -> Layout:
     elif kind == "balanced":
         layout = Layout.balanced(tokens, rest[0], causal=rest[1])
     elif kind == "owners":
-        layout = of_owners(rest[0], world)
+        layout = layout_from_owners(rest[0], world)
     else:  # spans, one rank's after the other's or interleaved
         spans: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
         start = 0
@@ -67,7 +67,7 @@ def layout_of(literals: list[Any], tokens: int, world: int) -> Layout:
     return layout if layout.seqlen else Layout.contiguous(1, world)
 
 
-def case_of(call: Literals, world: int) -> Case:
+def case_of(call: Literals, world: int) -> RingCase:
     """Build the tensors and arguments of a call. Positions are clamped to the last one."""
     torch.manual_seed(call["seed"])
     batch, block, (heads, _) = call["batch"], call["block"], call["heads"]
@@ -79,8 +79,8 @@ def case_of(call: Literals, world: int) -> Case:
     )
     later = 0 if keys is queries else call["later"]
     more = keys.seqlen - queries.seqlen if call["align"] == "bottom-right" else 0
-    layout = in_blocks(queries, block, queries.reach * block - call["short"], later + max(more, 0))
-    kv_layout = in_blocks(keys, block, keys.reach * block - call["short"], max(-more, 0))
+    layout = expand_to_blocks(queries, block, queries.reach * block - call["short"], later + max(more, 0))
+    kv_layout = expand_to_blocks(keys, block, keys.reach * block - call["short"], max(-more, 0))
     reach = max(layout.reach, kv_layout.reach)
     whole = inputs(reach, tuple(call["heads"]), tuple(call["dims"]), getattr(torch, call["dtype"]), batch)
     plain = ("causal", "backend", "softmax_scale", "softcap", "dropout_p", "dropout_seed", "first_head")
@@ -117,7 +117,7 @@ def case_of(call: Literals, world: int) -> Case:
         sink = torch.randn(heads).to(getattr(torch, call["learnable_sink"][0]))
         sink[0] = -torch.inf if call["learnable_sink"][1] else sink[0]
     where = None if keys is queries else kv_layout
-    return Case(layout, whole, arguments, where, sink, call["strides"], call["lse"], call["ring"], call["grads"])
+    return RingCase(layout, whole, arguments, where, sink, call["strides"], call["lse"], call["ring"], call["grads"])
 
 
 def pattern_of(literals: list[Any], rows: int, columns: int, block: int) -> object:
@@ -152,7 +152,7 @@ def change_of(call: Literals, rank: int) -> Callable[[dict[str, Any]], None]:
     def change(arguments: dict[str, Any]) -> None:
         if (
             call["named"]
-            and call["layout"][0] in NAMES
+            and call["layout"][0] in LAYOUT_NAMES
             and call["block"] == 1
             and not call["later"] | bool(call["align"])
         ):
@@ -173,11 +173,11 @@ def change_of(call: Literals, rank: int) -> Callable[[dict[str, Any]], None]:
 
 def by_name(call: Literals, layout: Layout) -> Layout | str:
     """Return the layout's name if a name can stand for the layout."""
-    equal = len({*layout.lengths}) == 1 and call["layout"][0] in NAMES
+    equal = len({*layout.lengths}) == 1 and call["layout"][0] in LAYOUT_NAMES
     return call["layout"][0] if call["named"] and equal else layout
 
 
-def play(calls: list[tuple[Literals, Case]], rank: int, group: Any, rings: dict[str, Ring]) -> list[Outcome]:
+def play(calls: list[tuple[Literals, RingCase]], rank: int, group: Any, rings: dict[str, Ring]) -> list[Outcome]:
     """Run the calls on one rank and return their outcomes. An unexpected error ends the run."""
     made: list[Outcome] = [None] * len(calls)
     begun = {}
@@ -191,12 +191,12 @@ def play(calls: list[tuple[Literals, Case]], rank: int, group: Any, rings: dict[
                 made[now] = []
             elif call["spoil"]:
                 try:
-                    begin(case, rank, change=change_of(call, rank), **where(call, group, rings))
+                    start_call(case, rank, change=change_of(call, rank), **where(call, group, rings))
                     made[now] = "nothing was raised"
                 except Exception as error:
                     made[now] = told(error)
             else:
-                begun[now] = begin(case, rank, change=change_of(call, rank), **where(call, group, rings))
+                begun[now] = start_call(case, rank, change=change_of(call, rank), **where(call, group, rings))
             last = number + 1 == len(calls)
             for now in [earlier for earlier in begun if last or earlier + calls[earlier][0]["wait"] <= number]:
                 made[now] = begun.pop(now).finish()
@@ -253,24 +253,24 @@ def there_and_back(call: Literals, layout: Layout, rank: int, group: Any) -> Non
     assert gradient.equal(loss.index_select(dim, mine)), "the gradient of unshard is another"
 
 
-def by_hand(case: Case) -> list[list[Tensor | None]]:
+def by_hand(case: RingCase) -> list[list[Tensor | None]]:
     """Run each rank's queries over one key shard after the other with the public kernel functions."""
     names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
     defaults = {"window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0, "first_head": 0}
     call: dict[str, Any] = defaultdict(lambda: None, defaults | case.call)
     batch, ranks = case.whole["q"].shape[0], range(case.layout.world)
-    mask = mask_of(Layouts(case.layout, case.keys), batch, **{name: call[name] for name in names})
+    mask = mask_from_options(Layouts(case.layout, case.keys), batch, **{name: call[name] for name in names})
     scores = Scores(
         call["softcap"], call["alibi_slopes"], call["dropout_p"], call["dropout_seed"] or 0, call["first_head"]
     )
-    keys = [[taken(case.keys, case.whole[name], rank) for name in "kv"] for rank in ranks]
+    keys = [[take_rank_tokens(case.keys, case.whole[name], rank) for name in "kv"] for rank in ranks]
     sums = [[torch.zeros_like(x, dtype=torch.float32) for x in pair] for pair in keys]
     made: list[list[Tensor | None]] = []
     for rank in ranks:
         rows, dlse = case.layout.positions(rank), None
-        q, dout = (taken(case.layout, case.whole[name], rank) for name in ("q", "dout"))
+        q, dout = (take_rank_tokens(case.layout, case.whole[name], rank) for name in ("q", "dout"))
         if case.through_lse:
-            dlse = taken(case.layout, case.whole["dlse"], rank, 2)
+            dlse = take_rank_tokens(case.layout, case.whole["dlse"], rank, 2)
         hops: list[dict[str, Any]] = []
         for other in ranks:
             columns = case.keys.positions(other)
@@ -294,7 +294,7 @@ def by_hand(case: Case) -> list[list[Tensor | None]]:
     return made
 
 
-def prepared(calls: list[Literals], world: int) -> list[tuple[Literals, Case]]:
+def prepared(calls: list[Literals], world: int) -> list[tuple[Literals, RingCase]]:
     return [(call, case_of(call, world)) for call in (BASE | call for call in calls)]
 
 
@@ -327,7 +327,7 @@ class Processes:
     """Ranks as processes over gloo."""
 
     def __init__(self, run: str, world: int) -> None:
-        self._ranks = Group(world, serve, timeout=timedelta(seconds=PATIENCE))
+        self._ranks = GroupProcesses(world, serve, timeout=timedelta(seconds=PATIENCE))
         self.close = self._ranks.close
 
     def play(self, calls: list[Literals], world: int) -> list[list[Outcome]]:

@@ -36,12 +36,12 @@ pytest_add_cli_args_test_selection = [
     "tests/kernels/test_bounds.py",
     "tests/kernels/test_checks.py::test_bad_forward_arguments_are_refused",
     "tests/kernels/test_checks.py::test_bad_q_k_v_are_refused_by_every_entry",
-    "tests/ring/test_active.py",
+    "tests/ring/test_visibility.py",
     "tests/ring/test_args.py::test_refusals",
     "tests/ring/test_layout.py",
     "tests/ring/test_mask.py",
     "tests/ring/test_schedule.py",
-    "tests/ring/test_text.py",
+    "tests/ring/test_formatting.py",
     "tests/kernels/test_tiles.py::test_every_small_range",
 ]
 use_git_change_detection = false

@@ -59,7 +59,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             yield replaced(node, value=value + 1)
         case ast.Attribute(attr="stream", ctx=ast.Load()) if not isinstance(node.value, ast.Attribute) or (
-            node.value.attr == "_lane"
+            node.value.attr == "_copy_stream"
         ):
             if ast.unparse(node) != "torch.cuda.stream":
                 yield ast.parse("torch.cuda.current_stream(self._device)", mode="eval").body

@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.comm import GroupLike, LocalGroup, TransportError
-from ringattn.comm.control import control_of
+from ringattn.comm.control import open_control
 from ringattn.comm.watchdog import deadlines, preflight
 from ringattn.comm.watchdog.telemetry import TICK_SECONDS
 
-from ..support.forked import Ending, ending, results
 from ..support.nightly import rest_nightly
+from ..support.rank_processes import CallOutcome, call_outcome, group_results
 from ..support.ring_cases import run_ranks
 
 CPU = torch.device("cpu")
@@ -60,18 +60,18 @@ def no_more(now: Sequence[float], before: Sequence[float]) -> bool:
     return all(a <= b for a, b in zip(now, before, strict=True))
 
 
-def dies(rank: int, *, known: bool) -> Ending:
+def dies(rank: int, *, known: bool) -> CallOutcome:
     """Kill rank 1 before its first call, or before a call with a new signature."""
     if known:
         step()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return ending(lambda: step(heads=2))
+    return call_outcome(lambda: step(heads=2))
 
 
 @pytest.mark.parametrize("known", rest_nightly([False, True], False))
 def test_a_closed_connection_ends_the_wait_for_a_killed_rank(known: bool) -> None:
-    for rank, (kind, text, seconds) in zip((0, 2), results(3, partial(dies, known=known), ends=1), strict=True):
+    for rank, (kind, text, seconds) in zip((0, 2), group_results(3, partial(dies, known=known), ends=1), strict=True):
         assert kind == TransportError.__name__
         # seen by this rank, or reported by the other surviving rank
         assert re.search(r"rank 1 is gone: its connection to rank [02] is closed", text), text
@@ -79,19 +79,19 @@ def test_a_closed_connection_ends_the_wait_for_a_killed_rank(known: bool) -> Non
         assert seconds < GRACE
 
 
-def comes_late(rank: int) -> Ending:
+def comes_late(rank: int) -> CallOutcome:
     """Call a ring whose other rank has given up."""
     store = dist.distributed_c10d._get_default_store()
     if rank:
         store.wait(["given up"])
     ring = Ring(deadline=SECONDS)
-    answer = ending(lambda: step(ring=ring))
+    answer = call_outcome(lambda: step(ring=ring))
     store.set("given up", "")
-    return answer if ending(ring.close)[0] == "" else ("close raised", "", 0.0)
+    return answer if call_outcome(ring.close)[0] == "" else ("close raised", "", 0.0)
 
 
 def test_a_late_rank_waits_no_longer_than_its_deadline() -> None:
-    for kind, _, seconds in results(2, comes_late):
+    for kind, _, seconds in group_results(2, comes_late):
         assert kind == TransportError.__name__
         assert seconds < SECONDS + GRACE
 
@@ -111,7 +111,7 @@ def groups_come_and_go(rank: int) -> list[list[int]]:
 
 
 def test_a_destroyed_group_leaves_no_threads_or_descriptors() -> None:
-    for first, *others in results(2, groups_come_and_go):
+    for first, *others in group_results(2, groups_come_and_go):
         assert first[0] == 1  # the main thread
         assert all(no_more(now, first) for now in others)
 
@@ -122,7 +122,7 @@ def forks(rank: int) -> list[str]:
     step()
     read_end, write_end = os.pipe()
     if os.fork() == 0:
-        answers = [ending(lambda: step(ring=ring)), ending(step), ending(ring.close)]
+        answers = [call_outcome(lambda: step(ring=ring)), call_outcome(step), call_outcome(ring.close)]
         os.write(write_end, "\n".join(f"{kind}: {text}" for kind, text, seconds in answers if seconds < GRACE).encode())
         os._exit(0)
     os.wait()
@@ -131,7 +131,7 @@ def forks(rank: int) -> list[str]:
 
 
 def test_calls_in_forked_processes_raise_at_once() -> None:
-    for of_ring, of_group, of_close in results(2, forks):
+    for of_ring, of_group, of_close in group_results(2, forks):
         assert re.match(r"RuntimeError: ring belongs to process \d+, but this process is a fork", of_ring)
         assert re.match(r"RuntimeError: group belongs to the process that process \d+ was forked from", of_group)
         assert of_close == ": "
@@ -160,8 +160,8 @@ def test_rings_leave_nothing_in_the_store_of_their_world() -> None:
         world.run(rings)
         assert world._hub.store.num_keys() == 0
         assert world._hub._boxes == {}
-        assert all(not control_of(group)._connection.published for group in world._groups)
-        assert all(len(control_of(group)._connection.scopes) <= 1 for group in world._groups)
+        assert all(not open_control(group)._connection.published for group in world._groups)
+        assert all(len(open_control(group)._connection.scopes) <= 1 for group in world._groups)
 
 
 def test_a_world_does_not_run_in_a_forked_process() -> None:
@@ -255,13 +255,13 @@ def grows(rank: int, *, what: str) -> float:
 @pytest.mark.parametrize(("what", "most"), [("steps", 100), ("rings", 1000), ("worlds", 1000)])
 def test_steps_rings_and_worlds_do_not_leak_memory(what: str, most: float) -> None:
     """Caches of torch and Python still grow a little; a leaked ring would be tens of kB."""
-    assert max(results(2, partial(grows, what=what), patience=800)) <= most
+    assert max(group_results(2, partial(grows, what=what), patience=800)) <= most
 
 
 def test_steps_and_rings_leave_no_objects_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick version: objects, store keys, threads and descriptors do not grow per step."""
-    monkeypatch.setattr(preflight, "KEPT_CALLS", 8)
-    monkeypatch.setattr(deadlines, "RECENT", 8)
+    monkeypatch.setattr(preflight, "MAX_REMEMBERED_CALLS", 8)
+    monkeypatch.setattr(deadlines, "RECENT_TRANSFERS", 8)
     times = 40
 
     def steps(group: LocalGroup) -> None:

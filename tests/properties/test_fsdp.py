@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ringattn import Layout, positions, reference, ring_attention, shard
 
-from ..support.forked import results
+from ..support.rank_processes import group_results
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 RANKS, HEADS = 4, (4, 2)
@@ -127,7 +127,7 @@ def test_fsdp_loss_and_gradients_equal_one_process(
     """FSDP2 shards parameters over data and sequence dimensions together."""
     exact = alone(lambda *qkv: reference.attention(*qkv, causal=True, **call)[0], torch.float64)
     single = alone(partial(ring_attention, causal=True, **call), torch.float32)
-    ranks = results(RANKS, partial(sharded, shape=shape, names=names, call=call))
+    ranks = group_results(RANKS, partial(sharded, shape=shape, names=names, call=call))
     for ours in ranks:
         assert ours.keys() == exact.keys()
         for name, x in exact.items():

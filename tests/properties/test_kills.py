@@ -23,8 +23,8 @@ import torch.distributed as dist
 from ringattn import Ring, ring_attention
 from ringattn.comm import TransportError
 
-from ..support.forked import Ranks, join, serve
 from ..support.nightly import rest_nightly
+from ..support.rank_processes import RankProcesses, join_group, start_store
 
 DEADLINE = 60.0  # seconds per transfer; a closed connection is noticed and reported long before
 SHORT_DEADLINE = 2.0  # seconds, if nothing else ends a wait
@@ -105,10 +105,10 @@ def work(rank: int, pipe: Connection, kill: Kill) -> None:
 def steps(kill: Kill, rank: int, pipe: Connection) -> None:
     """Warm up, then run steps without end."""
     torch.manual_seed(rank)
-    served = serve() if kill.host == rank else None
+    served = start_store() if kill.host == rank else None
     if served is not None:
         pipe.send(served.port)
-    join(rank, kill.world, served or pipe.recv(), timedelta(seconds=120))
+    join_group(rank, kill.world, served or pipe.recv(), timedelta(seconds=120))
     with Ring() as patient:  # without a deadline, because ranks may start far apart on a busy machine
         step(patient)
     dist.barrier()
@@ -130,8 +130,8 @@ def steps(kill: Kill, rank: int, pipe: Connection) -> None:
 
 def run(kill: Kill) -> None:
     """Run the scenario and check how each rank ends."""
-    served = serve() if kill.host is None else None
-    with Ranks(kill.world, work, kill) as ranks:
+    served = start_store() if kill.host is None else None
+    with RankProcesses(kill.world, work, kill) as ranks:
         port = ranks.receive(kill.host or 0) if served is None else served.port
         for rank, end in enumerate(ranks.ends):
             if rank != kill.host:

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Ring, ring_attention, shard, unshard
 from ringattn.comm import TransportError
-from ringattn.ring.mesh import rings_of
+from ringattn.ring.mesh import resolve_mesh_rings
 
-from ..support.forked import Group, Ranks, ending, join, serve
+from ..support.rank_processes import GroupProcesses, RankProcesses, call_outcome, join_group, start_store
 
 CPU = torch.device("cpu")
 RANKS = 4
@@ -85,7 +85,9 @@ def work(rank: int, pipe: Connection, case: Case) -> None:
 
     def at_a_transfer() -> None:
         """Make the victim end at its next transfer, in the ring or in the exchange depending on the rank."""
-        both = rings_of((mesh["ring"].get_group(), mesh["ulysses"].get_group()), CPU, None if case.default else ring)
+        both = resolve_mesh_rings(
+            (mesh["ring"].get_group(), mesh["ulysses"].get_group()), CPU, None if case.default else ring
+        )
         (transport,) = both[rank % 2].open(CPU)
         post = transport.post
 
@@ -119,23 +121,25 @@ def work(rank: int, pipe: Connection, case: Case) -> None:
             forward().sum().backward()  # type: ignore[no-untyped-call]
         joined().sum().backward()  # type: ignore[no-untyped-call]
     dist.barrier()
-    pipe.send(ending(action))
+    pipe.send(call_outcome(action))
     pipe.send(time.monotonic())
     pipe.recv()  # stay alive, so that no rank takes this one for the victim
 
 
 def with_store(rank: int, pipe: Connection, case: Case) -> None:
     """Run `work` with the store on one of the ranks."""
-    served = serve() if rank == case.store_on else None
+    served = start_store() if rank == case.store_on else None
     if served is not None:
         pipe.send(served.port)
-    join(rank, RANKS, served or pipe.recv())
+    join_group(rank, RANKS, served or pipe.recv())
     work(rank, pipe, case)
 
 
 def run(case: Case, seconds: float) -> dict[int, str]:
     """Run the scenario and return the errors of the other ranks."""
-    with Group(RANKS, work, case) if case.store_on is None else Ranks(RANKS, with_store, case) as ranks:
+    with (
+        GroupProcesses(RANKS, work, case) if case.store_on is None else RankProcesses(RANKS, with_store, case) as ranks
+    ):
         if case.store_on is not None:
             port = ranks.receive(case.store_on)
             for rank in range(RANKS):

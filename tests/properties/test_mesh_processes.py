@@ -13,8 +13,8 @@ from ringattn import Layout, Ring, positions, ring_attention, shard, unshard
 from ringattn.comm import GroupLike
 from ringattn.ring import loop
 
-from ..support.forked import Ending, ending, results
-from ..support.ring_cases import LAYOUTS, check_results, inputs, run_ranks, together
+from ..support.rank_processes import CallOutcome, call_outcome, group_results
+from ..support.ring_cases import LAYOUTS, check_results, inputs, join_results, run_ranks
 
 TOKENS, RANKS = 53, 4
 HEADS = (4, 2)
@@ -50,35 +50,35 @@ def parts_of_every_layout(rank: int) -> dict[str, list[Tensor]]:
 
 def test_every_layout_over_a_mesh_is_exact() -> None:
     """The result equals that of virtual ranks bit for bit."""
-    ranks, whole = results(RANKS, parts_of_every_layout), tokens()
+    ranks, whole = group_results(RANKS, parts_of_every_layout), tokens()
     for name, make in LAYOUTS.items():
         layout = make(TOKENS, RANKS)
-        ours = together(layout, [parts[name] for parts in ranks])
+        ours = join_results(layout, [parts[name] for parts in ranks])
         check_results(ours, whole, causal=True)
         virtual = run_ranks(RANKS, lambda group, layout=layout: part(layout, whole, group.mesh(2, 2), group.rank()))  # type: ignore[misc]
-        assert all(map(torch.equal, ours, together(layout, virtual)))
+        assert all(map(torch.equal, ours, join_results(layout, virtual)))
 
 
-def refusals(rank: int) -> list[Ending]:
+def refusals(rank: int) -> list[CallOutcome]:
     """Make calls with one rank's mistakes and with groups of a wrong kind, and valid calls in between."""
     x, mesh = torch.randn(1, 8, 4, 8), mesh_of(2)
     mine = torch.zeros(3) if rank == 3 else torch.zeros(4)
     attend = partial(ring_attention, x, x, x, layout="contiguous")
     calls: list[dict[str, Any]] = [{"learnable_sink": mine}, {"causal": rank == 1}]
-    ends = [ending(lambda call=call: attend(group=mesh, **call)) for call in calls]  # type: ignore[misc]
+    ends = [call_outcome(lambda call=call: attend(group=mesh, **call)) for call in calls]  # type: ignore[misc]
     other = mesh_of(2, "data", "ring")
-    ends += [ending(lambda: attend(group=other)), ending(lambda: Ring(mesh))]
+    ends += [call_outcome(lambda: attend(group=other)), call_outcome(lambda: Ring(mesh))]
     assert unshard(attend(group=mesh), layout="contiguous", group=mesh, grad="slice").shape[1] == RANKS * 8
-    ends.append(ending(lambda: attend(group=mesh, learnable_sink=None if rank < 3 else mine)))
+    ends.append(call_outcome(lambda: attend(group=mesh, learnable_sink=None if rank < 3 else mine)))
     mesh = mesh_of(2)
     for _ in range(5):  # until ranks expect the call and no longer compare it
         attend(group=mesh)
-    ends.append(ending(lambda: attend(group=mesh, causal=rank == 1)))
+    ends.append(call_outcome(lambda: attend(group=mesh, causal=rank == 1)))
     return ends
 
 
 def test_mistakes_of_one_rank_are_refused_on_the_whole_mesh() -> None:
-    for sink, causal, names, ring, later, causal_later in results(RANKS, refusals):
+    for sink, causal, names, ring, later, causal_later in group_results(RANKS, refusals):
         for kind, text, seconds in (sink, later):
             assert kind == "ValueError" and seconds < SOON
             assert "learnable_sink is [3] on cpu: it must be [4]" in text
@@ -93,18 +93,18 @@ def out_of_memory(*_: object) -> None:
     raise MemoryError("of rank 3")
 
 
-def failure_in_the_ring(rank: int) -> Ending:
+def failure_in_the_ring(rank: int) -> CallOutcome:
     """Fail on rank 3 between the exchanges; rank 2 waits in its row, rank 1 in its column, rank 0 for both."""
     x, mesh = torch.randn(1, 8, 4, 8), mesh_of(2)
     attend = partial(ring_attention, x, x, x, layout="contiguous", group=mesh)
     attend()
     if rank == 3:
         vars(loop)["forward"] = out_of_memory
-    return ending(attend)
+    return call_outcome(attend)
 
 
 def test_a_failure_in_the_ring_reaches_every_rank() -> None:
-    for rank, (kind, text, seconds) in enumerate(results(RANKS, failure_in_the_ring)):
+    for rank, (kind, text, seconds) in enumerate(group_results(RANKS, failure_in_the_ring)):
         assert kind == ("MemoryError" if rank == 3 else "TransportError")
         assert "of rank 3" in text
         assert rank == 3 or "rank 3: " in text

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringattn.bench.suite import device_cases, gpu, processes
-from ringattn.bench.suite.gpu import TRANSFERS
-from ringattn.bench.suite.parts import Part, gpu_parts
+from ringattn.bench.suite import device_cases, gpu_cases, part_processes
+from ringattn.bench.suite.gpu_cases import TRANSFER_CASES
+from ringattn.bench.suite.suite_parts import SuitePart, gpu_parts
 
 from ..support.cuda.device import install_streams
 from ..support.cuda.nccl import Fabric, install_nccl
@@ -29,20 +29,20 @@ WHERE = [part for part in gpu_parts() if device_cases.__name__ in part.command a
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("part", WHERE, ids=lambda part: part.name)
-def test_suite_cases_pass_on_the_gpu(part: Part, tmp_path: Path) -> None:
+def test_suite_cases_pass_on_the_gpu(part: SuitePart, tmp_path: Path) -> None:
     """Each case runs in its own process with Triton's compiler."""
-    row = processes.run_part(part, tmp_path, "cuda", time.monotonic() + SECONDS)
-    if row["state"] == processes.NOT_HERE:
+    row = part_processes.run_part(part, tmp_path, "cuda", time.monotonic() + SECONDS)
+    if row["state"] == part_processes.NOT_HERE:
         pytest.skip(str(row["found"]))
-    assert row["state"] == processes.DONE, row
+    assert row["state"] == part_processes.DONE, row
 
 
 IMPORTS = """
 import importlib
-from tests.support import forked, poisoned_fork
+from tests.support import rank_processes, poisoned_fork
 poisoned_fork.install()
 names = "support.group_cases properties.wait_mutants properties.mutants properties.fuzz_ranks".split()
-for name in [*(f"tests.{name}" for name in names), *forked.PRELOADED]:
+for name in [*(f"tests.{name}" for name in names), *rank_processes.PRELOADED]:
     importlib.import_module(name)
 print(*poisoned_fork.first)
 """
@@ -57,14 +57,14 @@ def test_imports_do_not_initialise_cuda() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("case", TRANSFERS["nccl_one_sided"])
+@pytest.mark.parametrize("case", TRANSFER_CASES["nccl_one_sided"])
 def test_suite_transfers_pass_on_the_stand_in(
     case: Callable[..., None], world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fabric = Fabric(install_streams(monkeypatch))
     install_nccl(monkeypatch, fabric)
     install_one_sided(monkeypatch, fabric)
-    monkeypatch.setattr(gpu, "hold", lambda seconds, transport: time.sleep(seconds))
-    monkeypatch.setattr(gpu, "SEGMENT", 1 << 16)
-    monkeypatch.setattr(gpu, "LARGE", 1000)
+    monkeypatch.setattr(gpu_cases, "hold_stream", lambda seconds, transport: time.sleep(seconds))
+    monkeypatch.setattr(gpu_cases, "SEGMENT", 1 << 16)
+    monkeypatch.setattr(gpu_cases, "LARGE_BYTES", 1000)
     on_ranks(world, lambda group: case(opened(group), torch.device("cpu")))

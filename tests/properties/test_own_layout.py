@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 
 from ringattn import Documents, Layout, ring_attention, shard
 from ringattn.bench import cli
-from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.links import Links, link_of
-from ringattn.bench.predict.ring import predicted
+from ringattn.bench.predict.links import ClusterLinks, parse_link
+from ringattn.bench.predict.predicted_call import PredictedCall
+from ringattn.bench.predict.ring_time import predict_passes
 from ringattn.bench.predict.speed import gpu_speed
 from ringattn.comm import GroupLike, LocalGroup
 from ringattn.ring import BlockMask, Mask, schedule
-from ringattn.tools.call import ShownCall
-from ringattn.tools.show import text
+from ringattn.tools.call_summary import CallSummary
+from ringattn.tools.show import call_text
 
-from ..support.mask_cases import Case, check
+from ..support.mask_cases import RingCase, check_case
 from ..support.ring_cases import inputs, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -35,7 +35,7 @@ MASK: Any = {"causal": True, "cu_seqlens": [0, 25, TOKENS], "block_mask": BlockM
 
 @pytest.mark.parametrize("mesh", [None, (2, 2)])
 def test_own_layouts_are_exact(mesh: tuple[int, int] | None) -> None:
-    check(Case(LAYOUT, inputs(TOKENS), MASK | {"backend": "aten"}, mesh=mesh))
+    check_case(RingCase(LAYOUT, inputs(TOKENS), MASK | {"backend": "aten"}, mesh=mesh))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, group: GroupLike) -> Tensor:
@@ -72,8 +72,8 @@ def test_own_layouts_compile_and_checkpoint(function: Callable[..., Tensor], mes
 
 def test_show_prints_own_layouts() -> None:
     mask = Mask(causal=True, documents=Documents(MASK["cu_seqlens"]), blocks=MASK["block_mask"])
-    call = ShownCall(LAYOUT, "own", mask, 1, 1, 4, 2, 16, "bfloat16")
-    assert str(schedule(LAYOUT, mask)) in text(call, ["own"])
+    call = CallSummary(LAYOUT, "own", mask, 1, 1, 4, 2, 16, "bfloat16")
+    assert str(schedule(LAYOUT, mask)) in call_text(call, ["own"])
 
 
 def command(name: str, spans: object, tmp_path: Path, *flags: str) -> str:
@@ -93,9 +93,11 @@ def test_predict_reads_a_layout_file(tmp_path: Path) -> None:
     """The zigzag layout is simulated like any other one, so its prediction equals that by name."""
     rows = []
     for layout in (Layout.zigzag(1 << 16, 4), Layout.contiguous(1 << 16, 4)):
-        call = Call(1 << 14, 4, layout, heads=32, kv_heads=32)
+        call = PredictedCall(1 << 14, 4, layout, heads=32, kv_heads=32)
         table = json.loads(command("predict", layout.spans_per_rank, tmp_path, "--json", "-"))
-        passes = predicted(call, gpu_speed("h100"), Links(link_of("nvlink4", "link"), link_of("ib400", "link")))
+        passes = predict_passes(
+            call, gpu_speed("h100"), ClusterLinks(parse_link("nvlink4", "link"), parse_link("ib400", "link"))
+        )
         assert table["provenance"]["call"]["layout"] == str(layout)
         assert [row["way"] for row in table["rows"]] == ["flat ring"]
         rows.append((table["rows"][0], 1e3 * sum(float(pass_.seconds) for pass_ in passes)))

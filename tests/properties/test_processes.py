@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringattn import Layout, Ring, ring_attention
 from ringattn.comm import GroupLike
 
-from ..support.forked import results
 from ..support.nightly import rest_nightly
-from ..support.ring_cases import LAYOUTS, check_results, inputs, rank_part, run_ring, together
+from ..support.rank_processes import group_results
+from ..support.ring_cases import LAYOUTS, check_results, inputs, join_results, run_rank_of_ring, run_ring
 
 TOKENS = 53
 
@@ -34,7 +34,9 @@ def result(layout: Layout, rank: int, whole: dict[str, Tensor], group: GroupLike
 def parts_of_every_layout(rank: int) -> dict[str, list[Tensor]]:
     """Return one rank's results; every rank draws the same inputs."""
     world, whole = dist.get_world_size(), tokens()
-    return {name: rank_part(make(TOKENS, world), whole, None, rank, causal=True) for name, make in LAYOUTS.items()}
+    return {
+        name: run_rank_of_ring(make(TOKENS, world), whole, None, rank, causal=True) for name, make in LAYOUTS.items()
+    }
 
 
 def groups_of_every_kind(rank: int) -> None:
@@ -57,13 +59,13 @@ def groups_of_every_kind(rank: int) -> None:
 @pytest.mark.parametrize("world", rest_nightly([2, 3, 5, 8], 2))
 def test_every_layout_over_processes_is_exact(world: int) -> None:
     """The result equals that of virtual ranks bit for bit."""
-    ranks, whole = results(world, parts_of_every_layout), tokens()
+    ranks, whole = group_results(world, parts_of_every_layout), tokens()
     for name, make in LAYOUTS.items():
         layout = make(TOKENS, world)
-        ours = together(layout, [parts[name] for parts in ranks])
+        ours = join_results(layout, [parts[name] for parts in ranks])
         check_results(ours, whole, causal=True)
         assert all(map(torch.equal, ours, run_ring(layout, whole, causal=True)))
 
 
 def test_groups_submeshes_and_subgroups_agree() -> None:
-    results(4, groups_of_every_kind)
+    group_results(4, groups_of_every_kind)

@@ -19,7 +19,7 @@ from ringattn.comm import Slots, Topology
 from ringattn.comm.transport import DONE
 from ringattn.comm.transports.nccl import ByNodeTransport
 from ringattn.kernels import single_pass
-from ringattn.kernels.shared import Shared
+from ringattn.kernels.shared_cache import SharedValue
 from ringattn.ring import buffers
 from ringattn.ring.key_values import KeyValues
 
@@ -164,13 +164,13 @@ def far_first(self: Any, *, sends: Any, receives: Any, after: Any = (), post: An
     if self.rank in (0, 3) or not self._warm:
         return post(self, sends=sends, receives=receives, after=after)
     inside, across = (
-        [[x for x in some if self._near(x) is is_near] for some in (sends, receives)] for is_near in (True, False)
+        [[x for x in some if self._is_in_node(x) is is_near] for some in (sends, receives)] for is_near in (True, False)
     )
     post(self, sends=across[0], receives=across[1], after=after)
     return self._inside.post(sends=inside[0], receives=inside[1])
 
 
-def backwards(self: Any, *hop: Any, advance: Any = KeyValues.advance) -> None:
+def backwards(self: Any, *hop: Any, advance: Any = KeyValues.post_kv) -> None:
     """Reverse the chunks on every rank: no race and no deadlock, but a wrong order of posts."""
     object.__setattr__(self.call, "chunks", self.call.chunks[::-1])
     advance(self, *hop)
@@ -201,9 +201,9 @@ def test_injected_defects_are_named(
 
 MAKERS = {
     "_shared_plan": "two streams",
-    "_shared_rows": "two streams, keys that a mask hides",
+    "_cached_rows": "two streams, keys that a mask hides",
     "Bounds.transposed": "two streams",
-    "add_order": "two streams, single pass in turn",
+    "dq_add_order": "two streams, single pass in turn",
     "BlockSparseIndex.ranges": "two streams, blocks",
     "Positions.queries": "two streams, dropout",
     "Positions.keys": "two streams, dropout",
@@ -219,15 +219,15 @@ def test_cached_tensors_need_a_wait_and_record_stream(
 ) -> None:
     """Without the wait a stream may read too early; without `record_stream` the memory may be freed too early."""
 
-    def broken(self: Shared[Any], stream: Any) -> None:
+    def broken(self: SharedValue[Any], stream: Any) -> None:
         if left_out == "wait":
             for x in self._tensors:
                 x.record_stream(stream)
         else:
-            stream.wait_event(self._made)
+            stream.wait_event(self._ready_event)
         self._streams.add(stream.cuda_stream)
 
-    monkeypatch.setattr(Shared, "_admit", broken)
+    monkeypatch.setattr(SharedValue, "_add_reader", broken)
     problems = record(CASES["local"][case]).problems()
     words = f"race on {CACHED_BY}{maker}: ", "writes it" if left_out == "wait" else "frees it"
     assert any(all(word in problem for word in words) for problem in problems), told(problems)
@@ -244,13 +244,13 @@ def test_every_cache_is_read_on_two_streams_somewhere() -> None:
 def test_gates_are_reset_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gates that keep their counts would block all programs of the next pass."""
     made: dict[Any, torch.Tensor] = {}
-    turns_of = single_pass.turns_of
+    turns_of = single_pass.make_turns
 
     def reuse_gates(*args: Any) -> Any:
         turns = turns_of(*args)
         return turns._replace(gates=made.setdefault(turns.gates.shape, turns.gates))
 
-    monkeypatch.setattr(single_pass, "turns_of", reuse_gates)
+    monkeypatch.setattr(single_pass, "make_turns", reuse_gates)
     assert record(CASES["nccl"]["single pass in turn"]).wrong(0)
 
 

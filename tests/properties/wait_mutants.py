@@ -77,8 +77,8 @@ class Target:
 
 
 RING = ("ring/test_loop.py",)
-LANES = ("comm/test_lanes.py", "comm/test_nccl.py", "comm/test_transport.py -k test_local")
-LOCAL = ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/test_local.py")
+LANES = ("comm/test_copy_streams.py", "comm/test_nccl.py", "comm/test_transport.py -k test_local")
+LOCAL = ("comm/test_copy_streams.py", "comm/test_transport.py -k test_local", "comm/test_local.py")
 ONE_SIDED = ("comm/test_nccl_one_sided.py",)
 BACKWARDS = "ring/test_disagreements.py -k another_order_are"
 MESH = (
@@ -104,13 +104,17 @@ TARGETS = (
     Target("ring.dkv", ("",), ("nccl",), RING),
     Target("ring.shards", ("exchange_all",), ("nccl",), ("ring/test_shards.py",)),
     Target("comm.slots", ("Slots",), ("nccl", "nccl_one_sided"), ("comm/test_slots.py", *ONE_SIDED)),
-    Target("comm.transports.lanes", ("StreamFence", "StreamLane", "HostLane"), ("nccl", "local"), LANES),
+    Target(
+        "comm.transports.copy_streams", ("StreamFence", "CudaCopyStream", "HostCopyStream"), ("nccl", "local"), LANES
+    ),
     Target("comm.transports.nccl", NCCL_POST, ("nccl",), ("comm/test_nccl.py",)),
     Target("comm.transports.nccl", NODE_POST, ("nccl",), ("comm/test_nccl.py",)),
     Target("comm.transports.nccl_one_sided", ONE_SIDED_POST, ("nccl_one_sided",), ONE_SIDED),
     Target("comm.transports.local", LOCAL_POST, ("local",), LOCAL),
     Target("comm.world", ("LocalWorld._stream_of",), ("local",), LOCAL),
-    Target("kernels.shared", ("Shared", "SharedCache"), ("local",), ("kernels/test_shared.py",), tuple(CACHED)),
+    Target(
+        "kernels.shared_cache", ("Shared", "SharedCache"), ("local",), ("kernels/test_shared_cache.py",), tuple(CACHED)
+    ),
     Target(
         "comm.watchdog.preflight",
         ("",),
@@ -118,7 +122,7 @@ TARGETS = (
         ("comm/test_preflight.py", "comm/test_watch.py -k does_not_come", BACKWARDS),
     ),
     Target("comm.watchdog.watch", ("Watch",), (), ("comm/test_watch.py", "comm/test_telemetry.py")),
-    Target("comm.control", ("Looks", "Control"), (), ("comm/test_control.py",)),
+    Target("comm.control", ("CheckSchedule", "Control"), (), ("comm/test_control.py",)),
     Target("ring.mesh", ("",), (), MESH),
 )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn import reference
-from ringattn.reference.philox import philox, words
+from ringattn.reference.philox import counter_words, philox
 
 from ..support.baselines import Results, exact, pytorch
 
@@ -122,7 +122,7 @@ KNOWN_ANSWERS = {
 
 def test_philox_gives_the_known_answers() -> None:
     for (counter, key), expected in KNOWN_ANSWERS.items():
-        assert tuple(int(word) for word in philox(words(*counter), key)) == expected
+        assert tuple(int(word) for word in philox(counter_words(*counter), key)) == expected
         assert by_hand(list(counter), list(key)) == list(expected)
 
 
@@ -195,7 +195,7 @@ def test_features_against_loops_over_pairs(name: str) -> None:
             for i, p in enumerate(at["q_positions"].tolist()):
                 expected = one_row(FEATURES[name], row, head, p, q[row, i, head], keys)
                 close((out[row, i, head], lse[row, head, i]), (expected[0], lse.new_tensor(expected[1])))
-    masks = {key: value for key, value in FEATURES[name].items() if key in reference.masks.Masks.__annotations__}
+    masks = {key: value for key, value in FEATURES[name].items() if key in reference.masks.MaskOptions.__annotations__}
     visible = reference.visible(at["q_positions"], at["k_positions"], **masks)
     expected_pairs = [
         [sees(masks, 1, p, key) for key in at["k_positions"].tolist()] for p in at["q_positions"].tolist()

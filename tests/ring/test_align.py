@@ -10,7 +10,7 @@ import torch
 from ringattn import Layout, ring_attention
 from ringattn.comm import LocalGroup
 
-from ..support.mask_cases import Case, begin, compare, expected, together
+from ..support.mask_cases import RingCase, combine_ranks, compare_with_expected, expected_results, start_call
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 
@@ -46,13 +46,13 @@ def test_masks_where_lengths_differ(align: str, name: str, lengths: tuple[int, i
         own["kv_layout"] = None
     more = lengths[1] - lengths[0] if align == "bottom-right" else 0
     at = later(layouts[0], max(more, 0)), later(layouts[1], max(-more, 0))
-    case = Case(at[0], inputs(max(lengths)), MASKS[name], kv_layout=at[1])
+    case = RingCase(at[0], inputs(max(lengths)), MASKS[name], kv_layout=at[1])
 
     def rank(group: LocalGroup) -> list[Any]:
         where = group.mesh(1, 2) if how == "mesh" else group
-        return begin(case, group.rank(), group=where, align=align, change=lambda call: call.update(own)).finish()
+        return start_call(case, group.rank(), group=where, align=align, change=lambda call: call.update(own)).finish()
 
-    compare(expected(case), *together(case, run_ranks(world, rank)))
+    compare_with_expected(expected_results(case), *combine_ranks(case, run_ranks(world, rank)))
 
 
 def test_bottom_right_is_a_lower_triangle_ending_in_the_corner() -> None:

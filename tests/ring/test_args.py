@@ -22,17 +22,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
 from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, TransportError
-from ringattn.comm.control import control_of
+from ringattn.comm.control import open_control
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
 from ringattn.ring import prepare as prepare_module
 from ringattn.ring import ring as ring_module
-from ringattn.ring.args import ENTRIES, AttentionArgs, Compare, Options
-from ringattn.ring.ops import pack_args
-from ringattn.ring.prepare import Call, autocast, prepare, sink_of
+from ringattn.ring.args import ARG_SPECS, AttentionArgs, Compare, Options
+from ringattn.ring.ops import pack_call
+from ringattn.ring.prepare import Call, autocast_inputs, check_sink, prepare_call
 from ringattn.ring.schedule.layout import Documents
 
-from ..support.forked import results
+from ..support.rank_processes import group_results
 from ..support.ring_cases import run_ranks
 
 TILE = Tile(32, 32, 4, 1)
@@ -69,7 +69,7 @@ DOORS: dict[str, Door] = {
     "positions of a rank": (HALVES.positions, {"rank": 0}),
     "shard of a rank": (HALVES.shard, {"x": WHOLE, "rank": 0}),
     "whole of shards": (HALVES.unshard, {"shards": [WHOLE[:, :4], WHOLE[:, 4:]]}),
-    "sink_of": (sink_of, {"q": WHOLE, "learnable_sink": None}),
+    "check_sink": (check_sink, {"q": WHOLE, "learnable_sink": None}),
     "shard": (shard, {"x": WHOLE, "layout": None}),
     "unshard": (unshard, {"x": WHOLE, "layout": None, "grad": "slice"}),
     "positions": (positions, {"seqlen": 8, "layout": None}),
@@ -224,7 +224,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "holds position 5 on rank 0 and on rank 1: a position",
     ),
     ("Layout", {"spans_per_rank": [[(9, 1)], [(0, 4, 3)]]}, "holds position 9 on rank 0 and on rank 1"),
-    ("sink_of", {"learnable_sink": torch.zeros(4, device="meta")}, r"is \[4\] on meta: it must be \[4\] on cpu"),
+    ("check_sink", {"learnable_sink": torch.zeros(4, device="meta")}, r"is \[4\] on meta: it must be \[4\] on cpu"),
     ("BlockMask", {"visible": [[True]]}, r"block_mask is \[\[True\]\]: it must be bool \[query blocks, key blocks\]"),
     ("BlockMask", {"visible": torch.zeros(3).bool()}, r"block_mask is torch.bool \[3\]: it must be bool"),
     ("BlockMask", {"visible": torch.zeros(3, 3, device="meta").bool()}, "block_mask is on meta: it must be on the CPU"),
@@ -273,7 +273,7 @@ def test_refusals(door: str, change: dict[str, Any], message: str) -> None:
 
 
 def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> Any:
-    return torch.ops.ringattn.ring_attention(q, k, v, *pack_args(AttentionArgs(**call), None, None))
+    return torch.ops.ringattn.ring_attention(q, k, v, *pack_call(AttentionArgs(**call), None, None))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_refusals_through_the_op_of_a_graph(change: dict[str, Any], message: str
 
 
 # sink_of takes arguments that a call has checked before.
-@pytest.mark.parametrize("door", [name for name in DOORS if name not in (*PATTERNS, "sink_of")])
+@pytest.mark.parametrize("door", [name for name in DOORS if name not in (*PATTERNS, "check_sink")])
 def test_meaningless_values_are_accepted_or_refused_by_argument_name(door: str) -> None:
     call, fit = DOORS[door]
     for name in (name for name in inspect.signature(call).parameters if name != "unknown"):
@@ -337,7 +337,7 @@ def dtensors(rank: int) -> list[str]:
 
 
 def test_dtensors_are_refused_with_a_call_to_to_local() -> None:
-    assert [len(names) for names in results(1, dtensors)] == [6]
+    assert [len(names) for names in group_results(1, dtensors)] == [6]
 
 
 def test_interleaved_head_groups_by_the_documented_permutation() -> None:
@@ -494,7 +494,7 @@ def test_differing_arguments_are_refused_on_both_ranks(mesh: tuple[int, int] | N
                 ring_attention(**fit | calls[group.rank()], group=where)
 
     run_ranks(2, refused)
-    assert {*TWO_VALUES} == {name for name, entry in ENTRIES.items() if entry.compare is not Compare.OWN}
+    assert {*TWO_VALUES} == {name for name, entry in ARG_SPECS.items() if entry.compare_mode is not Compare.OWN}
 
 
 OF_RINGS: dict[str, tuple[Any, Any]] = {
@@ -572,7 +572,7 @@ def test_differing_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("most", [15, 16])
 def test_position_limit_counts_the_packed_sequence(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of 8 tokens are packed into one sequence of 16."""
-    monkeypatch.setattr(prepare_module, "MOST_SCORED", most)
+    monkeypatch.setattr(prepare_module, "MAX_SCORED_POSITIONS", most)
     with pytest.raises(ValueError, match="reaches position 15: with dropout_p") if most == 15 else nullcontext():
         ring_attention(**DOORS["ring_attention"][1], leftpad_k=[1, 0], dropout_p=0.5)
 
@@ -598,14 +598,14 @@ def test_autocast_leaves_double_precision_alone() -> None:
     """Like SDPA, refuse float64 instead of casting it."""
     tensors = [torch.ones(1, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.int64)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert [x.dtype for x in autocast(*tensors)] == [torch.float64, torch.bfloat16, torch.int64]
+        assert [x.dtype for x in autocast_inputs(*tensors)] == [torch.float64, torch.bfloat16, torch.int64]
         with pytest.raises(ValueError, match="float64"):
             ring_attention(*[x(8, heads).double() for heads in (4, 2, 2)])  # type: ignore[call-overload]
 
 
 def prepared(ring: Ring, **arguments: Any) -> Call:
     call = Call(AttentionArgs(**arguments), ring, {})
-    prepare(call, x(8, 4), x(8, 2), x(8, 2))
+    prepare_call(call, x(8, 4), x(8, 2), x(8, 2))
     return call
 
 
@@ -618,7 +618,7 @@ def test_a_call_uses_the_config_with_room_for_transfers(monkeypatch: pytest.Monk
         asked.append(config)
         return roomy
 
-    monkeypatch.setattr(Ring, "leaving_room", leaving_room)
+    monkeypatch.setattr(Ring, "with_sm_margin", leaving_room)
     assert (prepared(Ring(), backend="triton", config=given).config, asked) == (roomy, [given])
 
 
@@ -647,7 +647,7 @@ def test_a_closed_ring_is_refused() -> None:
 
 
 def test_a_compiled_call_refuses_a_deleted_ring() -> None:
-    packed = pack_args(AttentionArgs(), Ring(), None)
+    packed = pack_call(AttentionArgs(), Ring(), None)
     with pytest.raises(RuntimeError, match="ring of a compiled call was deleted"):
         torch.ops.ringattn.ring_attention(*DOORS["ring_attention"][1].values(), *packed)
 
@@ -660,7 +660,7 @@ def test_leaving_a_ring_by_an_error_ends_the_transfers_of_other_ranks() -> None:
             if group.rank() == 0:
                 raise KeyError("out of data")
             transport.post(sends=[], receives=[Message(0, torch.empty(4))])
-        control_of(group).gather(None, what="the test")
+        open_control(group).gather(None, what="the test")
 
     run_ranks(2, fn)
 
@@ -672,7 +672,7 @@ def test_signature_options_and_op_entries_agree() -> None:
     others = {name: named.pop(name) for name in ("q", "k", "v", "return_lse", "ring", "group")}
     assert AttentionArgs()._asdict() == named
     assert {*Options.__annotations__} == {*named, "ring", "group"} < {*named, *others}
-    assert [*ENTRIES] == [*named]
+    assert [*ARG_SPECS] == [*named]
 
 
 @pytest.mark.parametrize(

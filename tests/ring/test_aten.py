@@ -15,7 +15,7 @@ from ringattn.ring.cpu import aten
 from ringattn.ring.cpu.aten import ATEN
 from ringattn.ring.local import rectangles
 from ringattn.ring.local import regions as cutting
-from ringattn.ring.local.regions import Kind
+from ringattn.ring.local.regions import RegionKind
 
 from ..support.baselines import Results
 from ..support.pairwise import pairwise_cases
@@ -80,11 +80,13 @@ def test_the_state_is_fp32_whatever_the_default_dtype() -> None:
 @pytest.mark.parametrize(
     ("size", "dtype", "kind"),
     pairwise_cases(
-        [(512, 0.63), (258, 0.76), (257, 1.0)], (torch.float32, torch.bfloat16), (Kind.CAUSAL, Kind.ANTICAUSAL)
+        [(512, 0.63), (258, 0.76), (257, 1.0)],
+        (torch.float32, torch.bfloat16),
+        (RegionKind.CAUSAL, RegionKind.ANTICAUSAL),
     ),
 )
 def test_backward_of_a_square_computes_little_more_than_its_triangle(
-    size: tuple[int, float], dtype: torch.dtype, kind: Kind, monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, float], dtype: torch.dtype, kind: RegionKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (rows, share), pairs, original = size, [], aten._operator_backward
 
@@ -94,11 +96,11 @@ def test_backward_of_a_square_computes_little_more_than_its_triangle(
 
     monkeypatch.setattr(aten, "_operator_backward", counting)
     whole = inputs(rows, (2, 2), dtype=dtype) | {"dlse": torch.zeros(2, 2, rows)}
-    q, k, v, dout = (whole[x].flip(1) if kind is Kind.ANTICAUSAL else whole[x] for x in ("q", "k", "v", "dout"))
+    q, k, v, dout = (whole[x].flip(1) if kind is RegionKind.ANTICAUSAL else whole[x] for x in ("q", "k", "v", "dout"))
     out, lse = ATEN.compute(q, k, v, kind, scale=SCALE)
     grads = ATEN.gradients(dout, q, k, v, out, lse, kind, scale=SCALE)
-    flipped = [x.flip(1) if kind is Kind.ANTICAUSAL else x for x in (out, *grads)]
-    ours = Results(flipped[0], lse.flip(2) if kind is Kind.ANTICAUSAL else lse, *flipped[1:])
+    flipped = [x.flip(1) if kind is RegionKind.ANTICAUSAL else x for x in (out, *grads)]
+    ours = Results(flipped[0], lse.flip(2) if kind is RegionKind.ANTICAUSAL else lse, *flipped[1:])
     check_results(ours, whole, causal=True, backend="aten")
     assert sum(pairs) <= share * len(q) * rows * rows
 

@@ -12,8 +12,8 @@ import torch
 from ringattn import Layout, Ring, ring_attention
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import KernelConfig, Tile, attention_delta
-from ringattn.kernels.attention import Forward
-from ringattn.kernels.single_pass import Gradients
+from ringattn.kernels.attention import ForwardLauncher
+from ringattn.kernels.single_pass import SinglePassLauncher
 from ringattn.ring import loop
 from ringattn.ring.local import fused
 
@@ -65,7 +65,7 @@ def one_at_a_time(entry: Callable[..., Any]) -> Callable[..., Any]:
 def test_hopper_ring_is_exact(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hop with bounds starts dK/dV, the one without continues them, and the last tile is partial."""
     monkeypatch.setattr(fused, "attention_delta", one_at_a_time(attention_delta))
-    for bound in (Forward, Gradients):
+    for bound in (ForwardLauncher, SinglePassLauncher):
         monkeypatch.setattr(bound, "__call__", one_at_a_time(bound.__call__))
     layout, whole = Layout.zigzag(152, 2), inputs(152, (2, 1), (64, 64), HALF)
     check_ring(layout, whole, causal=True, backend="triton", config=CONFIG, device=DEVICE)

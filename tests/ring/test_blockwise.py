@@ -9,20 +9,20 @@ import torch
 
 from ringattn import ring_attention
 from ringattn.kernels import Bounds
+from ringattn.reference.philox import counter_words as philox_words
 from ringattn.reference.philox import philox
-from ringattn.reference.philox import words as philox_words
 from ringattn.ring.cpu import blockwise
 from ringattn.ring.cpu.aten import ATEN
-from ringattn.ring.cpu.blockwise import first_word
+from ringattn.ring.cpu.blockwise import philox_word
 from ringattn.ring.local import regions as cutting
 
-from ..support.mask_cases import check
+from ..support.mask_cases import check_case
 from .test_ring_masks import MASKS, PATTERNS, SCORES, case_of
 
 
 def ours(seed: int, counter: list[int]) -> int:
     words = [torch.tensor(word) for word in counter]
-    return int(first_word(seed, (words[0], words[1], words[2], words[3])))
+    return int(philox_word(seed, (words[0], words[1], words[2], words[3])))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_philox_gives_the_known_answers_of_random123(seed: int, counter: list[in
 
 def test_philox_counters_broadcast() -> None:
     rows, keys = torch.tensor([0, 7, 2**31 - 1]), torch.arange(5)
-    words = first_word(2**63 + 5, (rows[:, None], keys, torch.tensor(3), torch.tensor(1)))
+    words = philox_word(2**63 + 5, (rows[:, None], keys, torch.tensor(3), torch.tensor(1)))
     assert words.equal(philox(philox_words(rows[:, None], keys, 3, 1), (5, 2**31))[0])
 
 
@@ -69,13 +69,15 @@ def cut(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, float]) -> None:
 )
 def test_features_in_small_tiles(name: str, tiles: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, tiles)
-    check(case_of(2, "zigzag", FEATURES[name] | {"backend": "aten"}, dims=(16, 24) if name in SCORES else (16, 16)))
+    check_case(
+        case_of(2, "zigzag", FEATURES[name] | {"backend": "aten"}, dims=(16, 24) if name in SCORES else (16, 16))
+    )
 
 
 @pytest.mark.parametrize(("name", "small"), [("causal window", True), ("causal window", False), ("window", False)])
 def test_windows_with_and_without_the_small_score_path(name: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut(monkeypatch, SMALL | ({} if small else {"SMALL": -1.0}))
-    check(case_of(3, "striped", MASKS[name] | {"backend": "aten"}))
+    cut(monkeypatch, SMALL | ({} if small else {"MAX_SAFE_SCORE": -1.0}))
+    check_case(case_of(3, "striped", MASKS[name] | {"backend": "aten"}))
 
 
 @pytest.mark.parametrize(("score", "value"), [(59.0, 1.0), (61.0, 1.0), (200.0, 1.0), (59.0, 1e19), (200.0, 1e30)])

@@ -21,9 +21,9 @@ from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, longformer, ulysses
 from ringattn.ring.args import AttentionArgs
-from ringattn.ring.ops import INDEX, pack_args
+from ringattn.ring.ops import ARG_INDEX, pack_call
 
-from ..support.forked import results
+from ..support.rank_processes import group_results
 from ..support.ring_cases import run_ranks
 
 ROWS, HEADS = 64, 4
@@ -71,7 +71,7 @@ def compiled(function: Callable[..., Tensor] = block, backend: Any = "aot_eager"
 
 def packed_call(*, ring: Ring | None = None, group: GroupLike = None, **call: Any) -> Any:
     """Return the call as arguments of the op."""
-    return pack_args(AttentionArgs(**call), ring, group)
+    return pack_call(AttentionArgs(**call), ring, group)
 
 
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
@@ -249,7 +249,7 @@ def test_all_ranks_use_rank_0s_seed(mesh: tuple[int, int] | None) -> None:
     def draws(q: Tensor, k: Tensor, v: Tensor, *, group: Any, layout: Layout) -> Tensor:
         rank = group.rank() if mesh is None else max(group.ring.rank(), group.ulysses.rank())
         packed = packed_call(group=group, layout=layout, dropout_p=0.5)
-        packed[INDEX["dropout_seed"]] = seeds[rank]
+        packed[ARG_INDEX["dropout_seed"]] = seeds[rank]
         out: Tensor = torch.ops.ringattn.ring_attention(q * 2, k, v, *packed)[0]
         return out.sin()
 
@@ -274,7 +274,7 @@ def processes(rank: int) -> None:
 
 
 def test_compiled_equals_eager_over_gloo() -> None:
-    results(2, processes)
+    group_results(2, processes)
 
 
 def test_compiled_equals_eager_under_autocast() -> None:

@@ -17,9 +17,9 @@ import torch.utils.checkpoint
 from ringattn import LocalWorld, Ring, ring_attention, shard, unshard
 from ringattn.comm import GroupLike, Limits, LocalGroup, TransportError
 from ringattn.ring.args import AttentionArgs
-from ringattn.ring.ops import traced
+from ringattn.ring.ops import call_forward_op
 
-from ..support.forked import Ending, ending, results
+from ..support.rank_processes import CallOutcome, call_outcome, group_results
 
 WORLD = 3
 DEADLINE = 600.0  # seconds for a transfer, and for a wait for other ranks
@@ -146,8 +146,8 @@ def refusals_in_a_row(ring: Ring) -> None:
     attend(ring, causal=True)
 
 
-def how_it_ends(rank: int, body: Callable[[Ring], None]) -> Ending:
-    return ending(lambda: body(Ring(deadline=DEADLINE)))
+def how_it_ends(rank: int, body: Callable[[Ring], None]) -> CallOutcome:
+    return call_outcome(lambda: body(Ring(deadline=DEADLINE)))
 
 
 DIFFERS = "ValueError: {} differs between ranks ("
@@ -183,7 +183,7 @@ DIFFERS = "ValueError: {} differs between ranks ("
 def test_every_rank_gets_the_error_of_the_differing_rank_soon(
     body: Callable[[Ring], None], words: str, of_rank_1: str | None
 ) -> None:
-    for rank, (kind, text, seconds) in enumerate(results(WORLD, partial(how_it_ends, body=body))):
+    for rank, (kind, text, seconds) in enumerate(group_results(WORLD, partial(how_it_ends, body=body))):
         assert (of_rank_1 or words if rank == 1 else words) in f"{kind}: {text}"
         assert seconds < SOON
 
@@ -202,7 +202,7 @@ def through_attention(group: LocalGroup, where: GroupLike) -> torch.Tensor:
 def through_a_graph(group: LocalGroup, where: GroupLike) -> torch.Tensor:
     """Call the op that a graph of torch.compile holds."""
     q, k, v = shards_of(group)
-    return traced(q, k, v, AttentionArgs(layout="zigzag"), None, where)[0]
+    return call_forward_op(q, k, v, AttentionArgs(layout="zigzag"), None, where)[0]
 
 
 def through_unshard(group: LocalGroup, where: GroupLike) -> torch.Tensor:

@@ -286,7 +286,7 @@ def test_ranks_and_indices_of_positions(lengths: list[int]) -> None:
     documents = Documents([*accumulate(lengths, initial=0)])
     whole = documents.seqlen
     assert whole == sum(lengths)
-    starts, ends = documents.around(torch.arange(whole + 3))
+    starts, ends = documents.document_bounds(torch.arange(whole + 3))
     assert starts.dtype == ends.dtype == torch.int64
     for position, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         inside = [bounds for bounds in pairwise(documents.boundaries) if bounds[0] <= position < bounds[1]]
@@ -300,7 +300,7 @@ def test_documents_are_a_value() -> None:
     made = [Documents(form) for form in forms]
     assert len({*made}) == 1 and {repr(documents) for documents in made} == {"Documents([0, 3, 3, 8])"}
     assert Documents([0, 3, 8]) != made[0] != numbers
-    made[0].around(torch.arange(3))
+    made[0].document_bounds(torch.arange(3))
     pickled = pickle.dumps(made[0])
     assert pickle.loads(pickled) == made[0] and len(pickled) < 200  # no caches
     long, other = Documents(range(100)), Documents([0, 0, *range(2, 100)])

@@ -21,10 +21,10 @@ from ringattn.kernels import KernelConfig
 from ringattn.ring.local import protocol, registry
 
 from ..support import own_kernels
-from ..support.forked import results
-from ..support.mask_cases import check
+from ..support.mask_cases import check_case
 from ..support.own_kernels import Dense, backward, forward, sdpa
-from ..support.ring_cases import check_results, check_ring, inputs, rank_part, run_ranks, together
+from ..support.rank_processes import group_results
+from ..support.ring_cases import check_results, check_ring, inputs, join_results, run_rank_of_ring, run_ranks
 from .test_ring_masks import MASKS, PATTERNS, case_of
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -50,13 +50,13 @@ def test_sdpa_is_exact_over_virtual_ranks(backend: Any) -> None:
 @pytest.mark.parametrize("as_object", [False, True])
 def test_sdpa_is_exact_over_gloo(as_object: bool) -> None:
     whole = inputs(96)
-    parts = results(3, partial(over_gloo, whole, as_object))
-    check_results(together(ZIGZAG, [[torch.tensor(x) for x in part] for part in parts]), whole, causal=True)
+    parts = group_results(3, partial(over_gloo, whole, as_object))
+    check_results(join_results(ZIGZAG, [[torch.tensor(x) for x in part] for part in parts]), whole, causal=True)
 
 
 def over_gloo(whole: dict[str, Tensor], as_object: bool, rank: int) -> list[Any]:
     backend = sdpa() if as_object else "sdpa"
-    return [x.tolist() for x in rank_part(ZIGZAG, whole, dist.group.WORLD, rank, causal=True, backend=backend)]
+    return [x.tolist() for x in run_rank_of_ring(ZIGZAG, whole, dist.group.WORLD, rank, causal=True, backend=backend)]
 
 
 NARROW = {"itself": {"window_size": (0, 0)}}
@@ -66,7 +66,7 @@ NARROW = {"itself": {"window_size": (0, 0)}}
 def test_rectangle_kernels_serve_every_mask(name: str) -> None:
     call = (MASKS | NARROW)[name] if name not in PATTERNS else PATTERNS[name](4)
     layout = "striped" if name == "window" else "zigzag"
-    check(
+    check_case(
         case_of(2, layout if name not in PATTERNS else "contiguous", call | {"backend": "sdpa"}, sink=name == "prefix")
     )
 
@@ -85,11 +85,11 @@ def run_without_lse(layout: Any, whole: dict[str, Tensor], **call: Any) -> list[
     sink = torch.tensor([0.5, -torch.inf])
 
     def on_rank(group: LocalGroup) -> list[Tensor]:
-        return rank_part(
+        return run_rank_of_ring(
             layout, whole, group, group.rank(), causal=True, learnable_sink=sink, leftpad_k=[30, 0], **call
         )
 
-    return [*together(layout, run_ranks(layout.world, on_rank))]
+    return [*join_results(layout, run_ranks(layout.world, on_rank))]
 
 
 @contextmanager

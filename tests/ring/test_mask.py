@@ -27,20 +27,20 @@ from ringattn.ring.schedule.mask import (
     visible_pairs,
 )
 
-from ..support.kernel_cases import dense
-from ..support.layouts import Window, block_layouts, block_masks, layouts, masks, sees, small_layouts
+from ..support.kernel_cases import dense_mask
+from ..support.layouts import Window, block_layouts, block_masks, is_visible_pair, layouts, masks, small_layouts
 
 CAUSAL = Mask(causal=True)
 
 
 def brute(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    pairs = [[sees(mask, query, key) for key in keys.tolist()] for query in queries.tolist()]
+    pairs = [[is_visible_pair(mask, query, key) for key in keys.tolist()] for query in queries.tolist()]
     return torch.tensor(pairs, dtype=torch.bool).reshape(len(queries), len(keys))
 
 
 def check(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> None:
     made, expected = bounds(mask, queries, keys), brute(mask, queries, keys)
-    assert torch.equal(dense(made, len(queries), len(keys)), expected)
+    assert torch.equal(dense_mask(made, len(queries), len(keys)), expected)
     assert made.is_full == bool(expected.numel() and expected.all())
     counts = [int((keys < used).sum()) for used in mask.used or ()]  # keys of each batch row; None means all of them
     all_keys = all(count == len(keys) for count in counts)
@@ -54,7 +54,9 @@ def check(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> None:
 def count(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> int:
     """Count visible pairs one by one, over all batch rows if they differ."""
     rows = range(len(mask.used)) if mask.used is not None else [None]
-    return sum(sees(mask, query, key, row) for row in rows for query in queries.tolist() for key in keys.tolist())
+    return sum(
+        is_visible_pair(mask, query, key, row) for row in rows for query in queries.tolist() for key in keys.tolist()
+    )
 
 
 def check_order(lo: torch.Tensor, hi: torch.Tensor, expected: torch.Tensor) -> None:
@@ -106,7 +108,7 @@ def test_global_tokens_make_disjoint_parts(data: st.DataObject) -> None:
     layout, mask = data.draw(layouts(max_world=3, max_seqlen=24)), data.draw(masks(global_tokens=True, used=True))
     for queries, keys in product(map(layout.positions, range(layout.world)), repeat=2):
         made = [bounds(part, queries, keys) for part in mask.parts]
-        pairs = [dense(part_bounds, len(queries), len(keys)) for part_bounds in made]
+        pairs = [dense_mask(part_bounds, len(queries), len(keys)) for part_bounds in made]
         for part_bounds, visible in zip(made, pairs, strict=True):
             if part_bounds.lo is not None and part_bounds.hi is not None:
                 check_order(part_bounds.lo, part_bounds.hi, visible)
@@ -240,9 +242,9 @@ def test_spans_must_be_whole_blocks() -> None:
     blocks = strided(10, 4, stride=4)
     thirds, all_on_one = Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])  # the last block is short
     for fine in (thirds, all_on_one):
-        blocks.check("layout", fine)
-    assert blocks.between(all_on_one, 1, thirds, 1).equal(blocks.visible[:, 1:2])
-    assert blocks.between(thirds, 2, all_on_one, 0).shape == (1, 0)
+        blocks.check_layout("layout", fine)
+    assert blocks.shard_blocks(all_on_one, 1, thirds, 1).equal(blocks.visible[:, 1:2])
+    assert blocks.shard_blocks(thirds, 2, all_on_one, 0).shape == (1, 0)
     for layout, message in (
         (
             Layout.uneven([3, 7]),
@@ -252,9 +254,9 @@ def test_spans_must_be_whole_blocks() -> None:
         (Layout.striped(8, 2), r"layout gives rank 0 the span \(0, 4, 2\)"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            blocks.check("layout", layout)
+            blocks.check_layout("layout", layout)
         with pytest.raises(ValueError, match=f"^kv_{message}"):
             for shard in range(layout.world):
-                blocks.between(Layout.contiguous(8, 2), 0, layout, shard)
+                blocks.shard_blocks(Layout.contiguous(8, 2), 0, layout, shard)
     with pytest.raises(ValueError, match=r"^block_mask has 2 blocks of 4 positions, but layout has 12 positions$"):
-        strided(8, 4, stride=4).between(Layout.contiguous(12, 1), 0, Layout.contiguous(8, 1), 0)
+        strided(8, 4, stride=4).shard_blocks(Layout.contiguous(12, 1), 0, Layout.contiguous(8, 1), 0)

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.comm.topology.topology import Topology
-from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.plan import Plan, plan
 from ringattn.ring.schedule.schedule import schedule
+from ringattn.ring.schedule.visibility import sent_keys
 
-from ..support.kernel_cases import dense
+from ..support.kernel_cases import dense_mask
 from ..support.layouts import Window, layouts, masks
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def plan_of(topology: Topology, mask: Mask | None = None, *, slots: int = 3, ran
 
 def posted(steps: Plan, prefetch: int) -> list[list[int]]:
     """Return, per hop, the hops whose K/V are posted there."""
-    return [[hop.index for hop in steps.arrivals(now, prefetch)] for now in range(len(steps.hops))]
+    return [[hop.index for hop in steps.kv_arrivals(now, prefetch)] for now in range(len(steps.hops))]
 
 
 @given(st.sampled_from([(1, 1), (1, 6), (2, 2), (2, 4), (4, 2)]), st.integers(0, 3))
@@ -64,11 +64,11 @@ def test_plan_matches_the_schedule_and_the_visible_pairs(
         pairs = visible_pairs(mask, mine, theirs)
         assert bool(parts) == (pairs > 0 or hop.index == 0)
         if parts:
-            assert sum(int(dense(part.bounds, len(mine), len(theirs)).sum()) for part in parts) == pairs
+            assert sum(int(dense_mask(part.bounds, len(mine), len(theirs)).sum()) for part in parts) == pairs
     launched = [hop.index for hop, parts in zip(steps.hops, steps.hop_masks, strict=True) if parts]
-    assert steps.last == launched[-1]
+    assert steps.last_launch_hop == launched[-1]
     assert steps.lengths == tuple(sent.lengths[hop.shard] for hop in steps.hops)
-    assert steps.longest == max(sent.lengths)
+    assert steps.max_shard_keys == max(sent.lengths)
     assert (mine if steps.send_index is None else mine[steps.send_index]).equal(sent.positions(rank))
 
 

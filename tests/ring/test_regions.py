@@ -13,7 +13,7 @@ from torch import Tensor
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds
 from ringattn.ring import Mask
 from ringattn.ring.local import regions as cutting
-from ringattn.ring.local.regions import Kind, Region, limits, regions
+from ringattn.ring.local.regions import Region, RegionKind, key_limits, regions
 from ringattn.ring.schedule.mask import bounds as bounds_of
 
 from ..support.kernel_cases import visible as visible_pairs
@@ -57,13 +57,15 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
 def shape(region: Region, bounds: Bounds) -> Tensor:
     """Return which pairs a region computes, bool ``[rows, keys]``."""
     rows, keys = region.row_end - region.row, region.key_end - region.key
-    if region.kind is Kind.BLOCKWISE:
-        lo, hi, runs = limits(bounds, region)
+    if region.kind is RegionKind.BLOCKWISE:
+        lo, hi, runs = key_limits(bounds, region)
         at = torch.arange(keys)
         return (at >= lo[:, None]) & (at < hi[:, None]) & torch.stack([(at >= a) & (at < b) for a, b in runs]).any(0)
     square = torch.ones(rows, keys, dtype=torch.bool)
-    assert region.kind is Kind.RECTANGLE or rows == keys
-    return {Kind.RECTANGLE: square, Kind.CAUSAL: square.tril(), Kind.ANTICAUSAL: square.triu()}[region.kind]
+    assert region.kind is RegionKind.RECTANGLE or rows == keys
+    return {RegionKind.RECTANGLE: square, RegionKind.CAUSAL: square.tril(), RegionKind.ANTICAUSAL: square.triu()}[
+        region.kind
+    ]
 
 
 CONSTANTS = {"MIN_ROWS": (3, 6), "BAND_ROWS": (2, 4), "NARROW_KEYS": (3, 30)}
@@ -86,7 +88,7 @@ def test_regions_cover_every_visible_pair_once(
     covered = torch.zeros(visible.shape, dtype=torch.int32)
     for region in cut:
         assert region.row < region.row_end and region.key < region.key_end
-        assert (region.kind is Kind.BLOCKWISE) not in (["operator" not in how] if how else [])
+        assert (region.kind is RegionKind.BLOCKWISE) not in (["operator" not in how] if how else [])
         covered[region.items, region.rows, region.keys] += shape(region, bounds)
     assert covered.equal(visible.int())
     assert bool(cut) == bool(visible.any())
@@ -94,10 +96,13 @@ def test_regions_cover_every_visible_pair_once(
 
 def test_rows_after_a_rectangle_form_one_square() -> None:
     late = bounds_of(CAUSAL, torch.arange(300, 900), torch.arange(900))
-    assert regions(late, 600, 900) == (Region(Kind.RECTANGLE, 0, 600, 0, 300), Region(Kind.CAUSAL, 0, 600, 300, 900))
+    assert regions(late, 600, 900) == (
+        Region(RegionKind.RECTANGLE, 0, 600, 0, 300),
+        Region(RegionKind.CAUSAL, 0, 600, 300, 900),
+    )
     positions = torch.cat([torch.arange(0, 150), torch.arange(450, 900)])
     (whole,) = regions(bounds_of(CAUSAL, positions, positions), 600, 600)
-    assert whole.kind is Kind.CAUSAL
+    assert whole.kind is RegionKind.CAUSAL
 
 
 def test_regions_are_cached_per_bounds() -> None:
@@ -115,4 +120,7 @@ def test_wide_windows_use_the_operator() -> None:
         window: {region.kind for region in regions(bounds_of(Mask(True, (window, -1)), at[-200:], at), 200, len(at))}
         for window in (200, cutting.NARROW_KEYS)
     }
-    assert kinds == {200: {Kind.BLOCKWISE}, cutting.NARROW_KEYS: {Kind.ANTICAUSAL, Kind.RECTANGLE, Kind.CAUSAL}}
+    assert kinds == {
+        200: {RegionKind.BLOCKWISE},
+        cutting.NARROW_KEYS: {RegionKind.ANTICAUSAL, RegionKind.RECTANGLE, RegionKind.CAUSAL},
+    }

@@ -20,12 +20,12 @@ from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
 from ringattn.kernels import attention
 from ringattn.ring import ring as ring_module
-from ringattn.ring.buffers import Key, RingCall
-from ringattn.ring.ring import ring_of
+from ringattn.ring.buffers import PostKey, RingCall
+from ringattn.ring.ring import default_ring
 
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ranks, run_ring
-from ..support.transport_cases import Calling, until
+from ..support.transport_cases import CallbackFence, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -171,13 +171,13 @@ def test_a_world_releases_its_memory() -> None:
 
     def rank_ring(group: LocalGroup) -> None:
         ring_attention(*shards(layout, whole, group), layout=layout, group=group)
-        rings.append(weakref.ref(ring_of(group, torch.device("cpu"))))
+        rings.append(weakref.ref(default_ring(group, torch.device("cpu"))))
 
     with LocalWorld(2) as world:
         world.run(rank_ring)
         assert all(ring() is not None for ring in rings)
     del world
-    until(lambda: gc.collect() >= 0 and [ring() for ring in rings] == [None, None])
+    wait_until(lambda: gc.collect() >= 0 and [ring() for ring in rings] == [None, None])
 
 
 @pytest.mark.parametrize("exchanges", [False, True])
@@ -214,17 +214,17 @@ def test_every_edge_is_warmed_up_before_it_is_used(exchanges: bool, monkeypatch:
 @pytest.mark.parametrize("then", ["a call that takes more slots", "close"])
 def test_slots_of_a_failed_call_are_freed_after_its_transfers(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, whole = Layout.zigzag(24, 3), inputs(24)
-    posted: dict[int, list[Calling]] = {rank: [] for rank in range(3)}
+    posted: dict[int, list[CallbackFence]] = {rank: [] for rank in range(3)}
     post = RingCall.post
 
-    def failing(call: RingCall, level: int, key: Key, *rest: Any) -> Fence | None:
+    def failing(call: RingCall, level: int, key: PostKey, *rest: Any) -> Fence | None:
         if call.wire is not None:
             return post(call, level, key, *rest)
-        if key.brings == 2:
+        if key.payload_hop == 2:
             raise RuntimeError("out of memory")
         fence = post(call, level, key, *rest)
         assert fence is not None
-        posted[call.plan.rank].append(Calling(fence.wait))
+        posted[call.plan.rank].append(CallbackFence(fence.wait))
         return posted[call.plan.rank][-1]
 
     monkeypatch.setattr(RingCall, "post", failing)

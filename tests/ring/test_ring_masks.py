@@ -12,12 +12,21 @@ from torch import Tensor
 
 from ringattn import Layout, Ring, reference, ring_attention
 from ringattn.comm import LocalGroup, Topology
-from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.layout import Documents
 from ringattn.ring.schedule.mask import BlockMask, Mask, bigbird, fixed, longformer, strided
+from ringattn.ring.schedule.visibility import sent_keys
 
 from ..support.baselines import Results
-from ..support.mask_cases import Case, check, compare, expected, held, in_blocks, run, taken
+from ..support.mask_cases import (
+    RingCase,
+    all_positions,
+    check_case,
+    compare_with_expected,
+    expand_to_blocks,
+    expected_results,
+    run_ring_case,
+    take_rank_tokens,
+)
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 
@@ -76,10 +85,10 @@ def layout_for(name: str, world: int, call: dict[str, Any]) -> Layout:
         return LAYOUTS[name](TOKENS, world)
     blocks = len(pattern.visible)
     few = name == "uneven" and blocks < 3 * world  # the other ranks of the uneven layout need three blocks each
-    return in_blocks(LAYOUTS["contiguous" if few else name](blocks, world), pattern.block, TOKENS)
+    return expand_to_blocks(LAYOUTS["contiguous" if few else name](blocks, world), pattern.block, TOKENS)
 
 
-def case_of(world: int, layout: str, call: dict[str, Any], **more: Any) -> Case:
+def case_of(world: int, layout: str, call: dict[str, Any], **more: Any) -> RingCase:
     return of_layout(layout_for(layout, world, call), call, **more)
 
 
@@ -91,12 +100,12 @@ def of_layout(
     dims: tuple[int, int] = (16, 16),
     dtype: torch.dtype = torch.float32,
     **more: Any,
-) -> Case:
+) -> RingCase:
     """Return a case with as many heads as tests of its backend use."""
     heads = HEADS.get(call.get("backend", "aten"), HEADS["aten"])
     if "alibi_slopes" in call:
         call = call | {"alibi_slopes": call["alibi_slopes"][..., : heads[0]].contiguous()}
-    return Case(layout, inputs(TOKENS, heads, dims, dtype), call, sink=SINK[: heads[0]] if sink else None, **more)
+    return RingCase(layout, inputs(TOKENS, heads, dims, dtype), call, sink=SINK[: heads[0]] if sink else None, **more)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +113,7 @@ def of_layout(
 )
 def test_each_feature_is_exact(name: str, layout: str, world: int) -> None:
     call = PATTERNS[name](BLOCK["aten"]) if name in PATTERNS else (MASKS | SCORES)[name]
-    check(case_of(world, layout, call | {"backend": "aten"}))
+    check_case(case_of(world, layout, call | {"backend": "aten"}))
 
 
 # tests/kernels covers the features themselves; here the ring must pass each of them on
@@ -114,7 +123,7 @@ LAUNCHED = ("window", "causal documents", "prefix", "padding", "longformer", "bi
 @pytest.mark.parametrize(("name", "layout"), [*zip(LAUNCHED, cycle(["contiguous", "striped", "zigzag"]))])
 def test_the_ring_passes_each_feature_to_the_kernels(name: str, layout: str) -> None:
     call = PATTERNS[name](BLOCK["triton"]) if name in PATTERNS else (MASKS | SCORES)[name]
-    check(case_of(2, layout, call | {"backend": "triton"}))
+    check_case(case_of(2, layout, call | {"backend": "triton"}))
 
 
 TOGETHER: list[dict[str, Any]] = [
@@ -133,12 +142,12 @@ TOGETHER: list[dict[str, Any]] = [
 def test_combined_features_are_exact(number: int, call: dict[str, Any], sink: bool) -> None:
     """Each case takes the next world and layout."""
     number += sink
-    check(case_of(1 + number % 4, [*LAYOUTS][number % 3], call | {"backend": "aten"}, sink=sink))
+    check_case(case_of(1 + number % 4, [*LAYOUTS][number % 3], call | {"backend": "aten"}, sink=sink))
 
 
 @pytest.mark.parametrize("call", [TOGETHER[2], TOGETHER[4] | PATTERNS["bigbird"](16)], ids=["longformer", "blocks"])
 def test_combined_features_in_the_kernels(call: dict[str, Any]) -> None:
-    check(case_of(2, "zigzag", call | {"backend": "triton"}, sink=True))
+    check_case(case_of(2, "zigzag", call | {"backend": "triton"}, sink=True))
 
 
 @pytest.mark.parametrize(
@@ -149,14 +158,14 @@ def test_combined_features_in_the_kernels(call: dict[str, Any]) -> None:
     )[::2],
 )
 def test_features_with_other_ring_settings(name: str, ring: dict[str, Any]) -> None:
-    check(case_of(4, "zigzag", (MASKS | SCORES)[name], sink=True, ring=ring))
+    check_case(case_of(4, "zigzag", (MASKS | SCORES)[name], sink=True, ring=ring))
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])  # two chunks share the heads evenly or unevenly
 def test_features_with_quantised_transfers(heads: tuple[int, int]) -> None:
     """K/V travel as fp8 and dK/dV as bfloat16; the reference uses the received keys."""
     ring = {"wire_dtype": torch.float8_e4m3fn, "grad_wire_dtype": torch.bfloat16, "chunks": 2}
-    check(Case(Layout.zigzag(TOKENS, 3), inputs(TOKENS, heads), MASKS["causal documents"], ring=ring))
+    check_case(RingCase(Layout.zigzag(TOKENS, 3), inputs(TOKENS, heads), MASKS["causal documents"], ring=ring))
 
 
 @pytest.mark.parametrize(
@@ -172,24 +181,24 @@ def test_shards_that_are_sent_in_part(ring: dict[str, Any]) -> None:
         {"cu_seqlens": [0, 7, 12, 26, 30, 38, 48, TOKENS]},
     ]
     for call in calls:
-        case = Case(layout, whole, call | {"backend": "aten"}, ring=ring)
+        case = RingCase(layout, whole, call | {"backend": "aten"}, ring=ring)
         documents = Documents(call["cu_seqlens"]) if "cu_seqlens" in call else None
         mask = Mask(call.get("causal", False), call.get("window_size", (-1, -1)), documents)
         assert 0 < sent_keys(layout, mask, layout).seqlen < TOKENS * 3 / 4
-        check(case)
+        check_case(case)
 
 
 @pytest.mark.parametrize(
     ("world", "name", "backend"), pairwise_cases([1, 2, 3], ["causal documents", "window"], ["aten", "triton"])
 )
 def test_sinks_are_exact(world: int, name: str, backend: str) -> None:
-    check(case_of(world, "zigzag", MASKS[name] | {"backend": backend}, sink=True))
+    check_case(case_of(world, "zigzag", MASKS[name] | {"backend": backend}, sink=True))
 
 
 def test_a_row_that_sees_only_the_sink() -> None:
     sink, queries, keys = torch.tensor([0.25, -1.0]), Layout.contiguous(8, 2), Layout([[(4, 4)], []])
     call = {"window_size": (-1, 0), "causal": True}
-    ours, _ = run(Case(queries, inputs(8, heads=(2, 2)), call, kv_layout=keys, sink=sink))
+    ours, _ = run_ring_case(RingCase(queries, inputs(8, heads=(2, 2)), call, kv_layout=keys, sink=sink))
     assert ours.out[:, :4].count_nonzero() == 0
     assert torch.equal(ours.lse[:, :, :4], sink[None, :, None].expand(2, 2, 4))
 
@@ -211,7 +220,7 @@ PACKED, TRANSPOSED = {"strides": "packed"}, {"strides": "transposed"}
     ],
 )
 def test_dtypes_strides_and_different_head_dims(name: str, backend: str, tensors: dict[str, Any]) -> None:
-    check(case_of(3, "zigzag", (MASKS | SCORES)[name] | {"backend": backend}, sink=True, **tensors))
+    check_case(case_of(3, "zigzag", (MASKS | SCORES)[name] | {"backend": backend}, sink=True, **tensors))
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
@@ -221,14 +230,14 @@ def test_an_expanded_dout(backend: str) -> None:
     case.whole["dout"].fill_(1.0)
 
     def summed(group: LocalGroup) -> Tensor:
-        leaves = [taken(case.layout, case.whole[name], group.rank()).requires_grad_() for name in "qkv"]
+        leaves = [take_rank_tokens(case.layout, case.whole[name], group.rank()).requires_grad_() for name in "qkv"]
         with Ring(group) as ring:
             out: Any = ring_attention(*leaves, layout=case.layout, ring=ring, **case.call)
             return torch.autograd.grad(out.sum(), leaves[:1])[0]
 
     parts = run_ranks(2, summed)
-    ones, _ = run(case)
-    assert all(part.equal(taken(case.layout, ones.dq, rank)) for rank, part in enumerate(parts))
+    ones, _ = run_ring_case(case)
+    assert all(part.equal(take_rank_tokens(case.layout, ones.dq, rank)) for rank, part in enumerate(parts))
 
 
 @pytest.mark.parametrize(
@@ -242,18 +251,18 @@ def test_keys_with_another_layout(name: str | None, backend: str) -> None:
     """The last queries attend to a longer cache and one rank has no queries; also more queries than keys."""
     queries = Layout([[(40, 7)], [(47, 6), (55, 5)], []])
     call = (MASKS | SCORES).get(name or "", {}) | {"backend": backend}
-    check(of_layout(queries, call, kv_layout=Layout.zigzag(TOKENS, 3)))
+    check_case(of_layout(queries, call, kv_layout=Layout.zigzag(TOKENS, 3)))
     if name in (None, "all scores"):
-        check(of_layout(Layout.striped(TOKENS, 3), call, kv_layout=Layout.contiguous(31, 3)))
+        check_case(of_layout(Layout.striped(TOKENS, 3), call, kv_layout=Layout.contiguous(31, 3)))
 
 
 def test_blocks_between_queries_and_longer_keys() -> None:
     """A plain tensor's block size is the number of query positions divided by its rows."""
     visible = torch.rand(8, 15) < 0.5
-    queries, keys = (in_blocks(Layout.striped(blocks, 2), 4, 4 * blocks) for blocks in (8, 15))
-    case = Case(queries, inputs(TOKENS), {"block_mask": BlockMask(visible, 4)}, kv_layout=keys)
-    ours, _ = run(Case(queries, case.whole, {"block_mask": visible}, kv_layout=keys))
-    assert all(our.equal(other) for our, other in zip(ours, check(case), strict=True))
+    queries, keys = (expand_to_blocks(Layout.striped(blocks, 2), 4, 4 * blocks) for blocks in (8, 15))
+    case = RingCase(queries, inputs(TOKENS), {"block_mask": BlockMask(visible, 4)}, kv_layout=keys)
+    ours, _ = run_ring_case(RingCase(queries, case.whole, {"block_mask": visible}, kv_layout=keys))
+    assert all(our.equal(other) for our, other in zip(ours, check_case(case), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -266,10 +275,10 @@ def test_dropout_keeps_the_same_weights_everywhere(world: int, layout: str, back
     identity = torch.eye(tokens)[None, :, None].expand(batch, -1, heads, -1).contiguous()
     whole = inputs(tokens, (heads, heads), (16, tokens)) | {"v": identity, "dout": identity}
     drops: Any = {"dropout_p": 0.4, "dropout_seed": 2**64 - 3}
-    case = Case(LAYOUTS[layout](tokens, world), whole, drops | {"backend": backend}, through_lse=False)
-    ours, _ = run(case)
-    at = held(case.layout)
-    factors = reference.scores.kept((batch, heads, tokens, tokens), at, at, drops)
+    case = RingCase(LAYOUTS[layout](tokens, world), whole, drops | {"backend": backend}, through_lse=False)
+    ours, _ = run_ring_case(case)
+    at = all_positions(case.layout)
+    factors = reference.scores.dropout_factors((batch, heads, tokens, tokens), at, at, drops)
     assert factors is not None
     assert torch.equal(ours.out != 0, factors.transpose(1, 2) != 0)
     assert torch.equal(ours.dv != 0, factors.mT.transpose(1, 2) != 0)
@@ -285,6 +294,6 @@ def test_shards_of_heads_drop_the_weights_of_the_whole_call(world: int) -> None:
         pairs = {name: x[:, :, first // 2 : first // 2 + 1] for name, x in whole.items() if name in "kv"}
         own = {name: whole[name][:, :, first : first + 2] for name in ("q", "dout")}
         half = pairs | own | {"dlse": whole["dlse"][:, first : first + 2]}
-        halves.append(run(Case(layout, half, call | {"first_head": first}))[0])
+        halves.append(run_ring_case(RingCase(layout, half, call | {"first_head": first}))[0])
     joined = [torch.cat(parts, 1 if parts[0].dim() == 3 else 2) for parts in zip(*halves, strict=True)]
-    compare(expected(Case(layout, whole, call)), Results(*joined))
+    compare_with_expected(expected_results(RingCase(layout, whole, call)), Results(*joined))

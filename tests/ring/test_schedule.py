@@ -16,10 +16,10 @@ from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import BlockMask, Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
 
-from ..support.layouts import NAMES, Window, layouts, masks, named, seen_shards
+from ..support.layouts import NAMES, Window, build_layout, layouts, masks, visible_shards
 from ..support.nightly import rest_nightly
-from ..support.planning import forget, planned
-from ..support.rendezvous import active_end, gathered, run_ranks
+from ..support.plan_timing import clear_plan_caches, plan_within
+from ..support.rendezvous import computed_pairs, last_use_distance, run_ranks
 
 CAUSAL = Mask(causal=True)
 Settings = tuple[int, int, int]  # slots, prefetch, chunks
@@ -28,7 +28,7 @@ USUAL = (3, 2, 1)
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    forget()
+    clear_plan_caches()
 
 
 def rings(world: int) -> st.SearchStrategy[Topology]:
@@ -61,7 +61,7 @@ def check(
     how: Settings = USUAL,
 ) -> None:
     plan = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=how[0])
-    check_plan(plan, {*seen_shards(layout, mask, kv_layout or layout)}, how)
+    check_plan(plan, {*visible_shards(layout, mask, kv_layout or layout)}, how)
 
 
 def check_plan(plan: Schedule, wanted: set[tuple[int, int]], how: Settings = USUAL) -> None:
@@ -77,9 +77,9 @@ def check_plan(plan: Schedule, wanted: set[tuple[int, int]], how: Settings = USU
 def check_runs(plan: Schedule, wanted: set[tuple[int, int]], how: Settings) -> None:
     _, prefetch, chunks = how
     each = sorted([*wanted] * chunks)
-    assert sorted(gathered(run_ranks(plan, "forward", prefetch=prefetch, chunks=chunks), "out")) == each
+    assert sorted(computed_pairs(run_ranks(plan, "forward", prefetch=prefetch, chunks=chunks), "out")) == each
     ranks = run_ranks(plan, "backward", prefetch=prefetch, chunks=chunks)
-    assert sorted(gathered(ranks, "dq")) == sorted(gathered(ranks, "dkdv")) == each
+    assert sorted(computed_pairs(ranks, "dq")) == sorted(computed_pairs(ranks, "dkdv")) == each
     for shard, rank in enumerate(ranks):
         seers = Counter(rank for rank, source in wanted if source == shard)
         assert rank.dkdv_of_own == [seers] * chunks
@@ -150,7 +150,7 @@ def received(plan: Schedule) -> Iterator[Message]:
             if hop.kv_from is not None:
                 yield "kv", int(root), hop.index, hop.shard, hop.kv_from, rank
             if hop.dkv_from is not None:
-                key = hop.index + active_end(plan, hop.shard, hop.index) if root else hop.index - 1
+                key = hop.index + last_use_distance(plan, hop.shard, hop.index) if root else hop.index - 1
                 yield "dkv", 0, key, hop.shard, hop.dkv_from, rank
             if hop.return_from is not None:
                 yield "dkv", 1, hop.index, rank, hop.return_from, rank
@@ -220,7 +220,7 @@ def test_schedules_of_every_small_ring(causal: bool, direction: int) -> None:
     for name in NAMES:
         for world in range(1, 9):
             for seqlen in {0, 1, world - 1, world, 2 * world + 1, 3 * world}:
-                check(named(name, seqlen, world), Mask(causal=causal), direction)
+                check(build_layout(name, seqlen, world), Mask(causal=causal), direction)
 
 
 @given(st.data(), layouts(max_seqlen=20), masks(), st.sampled_from([1, -1]), settings())
@@ -340,7 +340,7 @@ def test_large_clusters_are_planned_quickly() -> None:
         plan.bytes(1)
 
     topology, layout = Topology.grid(nodes, per_node), Layout.zigzag(2 * world, world)
-    plan = planned(10, lambda: schedule(layout, CAUSAL, topology=topology), use)
+    plan = plan_within(10, lambda: schedule(layout, CAUSAL, topology=topology), use)
     assert plan.bytes(1, level=0) == (nodes * (per_node - 1) * 2,) * world
     # The bytes of a flat ring, but over every NIC of a node.
     assert plan.bytes(1, level=1) == ((nodes - 1) * 2,) * world

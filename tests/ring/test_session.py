@@ -9,7 +9,7 @@ import pytest
 from ringattn import LocalWorld, Ring, Session, single_rank
 from ringattn.comm import GroupLike, LocalGroup, TransportError
 
-from ..support.forked import results
+from ..support.rank_processes import group_results
 from ..support.ring_cases import run_ranks
 
 
@@ -38,7 +38,7 @@ def in_process(_rank: int) -> list[object]:
 
 
 def test_processes_gather_values() -> None:
-    assert results(2, in_process) == [[{"rank": 0}, {"rank": 1}]] * 2
+    assert group_results(2, in_process) == [[{"rank": 0}, {"rank": 1}]] * 2
 
 
 def test_one_rank_gathers_its_own_value() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ringattn import Layout, positions, shard, unshard
 from ringattn.comm import GroupLike, LocalGroup
-from ringattn.ring.ring import ring_of
+from ringattn.ring.ring import default_ring
 
 from ..support.ring_cases import run_ranks
 
@@ -92,12 +92,12 @@ def test_refusals() -> None:
 def test_unshard_ends_by_the_deadline() -> None:
     def fn(group: LocalGroup) -> None:
         unshard(WHOLE[:, :5], layout=Layout.contiguous(10, 2), group=group, grad="slice")
-        watch = ring_of(group, WHOLE.device)._watch
+        watch = default_ring(group, WHOLE.device)._watch
         assert watch is not None
         with watch._lock:  # as the watchdog does, which may be polling now
             watch._posts.poll(time.monotonic())
         assert watch._posts.nbytes == 2 * WHOLE[:, :5].nbytes
-        assert watch._posts.last == "unshard"
+        assert watch._posts.last_label == "unshard"
 
     run_ranks(2, fn)
 

@@ -15,7 +15,7 @@ from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Mask, Trace, TraceSpan
 from ringattn.ring import trace as trace_module
 from ringattn.ring.schedule.schedule import Hop, schedule
-from ringattn.ring.trace import _Begin, _Clock
+from ringattn.ring.trace import _Clock, _PostBegin
 
 from ..support.cuda.device import FakeCuda
 from ..support.ring_cases import run_ranks
@@ -111,7 +111,7 @@ def test_gpu_times_come_from_events_on_their_streams(monkeypatch: pytest.MonkeyP
     fake = FakeCuda(monkeypatch)
     clock = _Clock(CUDA)
     fake.calls.clear()
-    begin, stream = _Begin(clock), object()
+    begin, stream = _PostBegin(clock), object()
     for stream_of_call in (stream, object()):  # a second stream does not change it
         begin.order(stream_of_call)  # type: ignore[arg-type]
     end = clock.now(stream)  # type: ignore[arg-type]

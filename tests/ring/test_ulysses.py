@@ -16,12 +16,12 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention, shard, unshard
 from ringattn.comm import LocalGroup
 from ringattn.comm.transports.local import LocalTransport
 from ringattn.comm.world import DEFAULT_TIMEOUT, LocalMesh
-from ringattn.ring.mesh import joined, rings_of, shared
-from ringattn.ring.ring import ring_of
+from ringattn.ring.mesh import resolve_mesh_rings, ring_layout, ulysses_layout
+from ringattn.ring.ring import default_ring
 
-from ..support.forked import ending
-from ..support.mask_cases import Case, check
+from ..support.mask_cases import RingCase, check_case
 from ..support.pairwise import pairwise_cases
+from ..support.rank_processes import call_outcome
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 from ..support.transport_cases import HANGS
 from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS, layout_for
@@ -37,7 +37,7 @@ SOON = 1.0  # seconds; a deadline that is meant to pass
 SINK = torch.linspace(-2, 3, HEADS).index_fill(0, torch.tensor([1]), -torch.inf)
 
 
-def case_of(mesh: tuple[int, int], call: dict[str, Any], layout: Layout, **more: Any) -> Case:
+def case_of(mesh: tuple[int, int], call: dict[str, Any], layout: Layout, **more: Any) -> RingCase:
     tensors = {name: more.pop(name) for name in ("dims", "dtype") if name in more}
     whole = inputs(TOKENS, (HEADS, more.pop("kv_heads", KV_HEADS[mesh])), **tensors)
     if "alibi_slopes" in call:
@@ -45,27 +45,27 @@ def case_of(mesh: tuple[int, int], call: dict[str, Any], layout: Layout, **more:
         call = call | {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)]) if by_row else SLOPES}
     if "first_head" in call:
         call = call | {"first_head": 2**31 - HEADS}
-    return Case(layout, whole, call | {"backend": "aten"}, mesh=mesh, **more)
+    return RingCase(layout, whole, call | {"backend": "aten"}, mesh=mesh, **more)
 
 
 @pytest.mark.parametrize(("name", "mesh", "layout"), pairwise_cases([*MASKS, *PATTERNS, *SCORES], MESHES, LAYOUTS))
 def test_each_feature_is_exact_over_a_mesh(name: str, mesh: tuple[int, int], layout: str) -> None:
     call = PATTERNS[name](4) if name in PATTERNS else (MASKS | SCORES)[name]
     sink = SINK if layout in ("zigzag", "uneven") else None
-    check(case_of(mesh, call, layout_for(layout, mesh[0] * mesh[1], call), sink=sink))
+    check_case(case_of(mesh, call, layout_for(layout, mesh[0] * mesh[1], call), sink=sink))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 12])
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4)])
 def test_key_heads_that_do_not_divide_among_ranks(mesh: tuple[int, int], kv_heads: int) -> None:
-    check(case_of(mesh, MASKS["causal documents"], Layout.zigzag(TOKENS, 4), kv_heads=kv_heads))
+    check_case(case_of(mesh, MASKS["causal documents"], Layout.zigzag(TOKENS, 4), kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_dtypes_and_different_head_dims(mesh: tuple[int, int], dtype: torch.dtype) -> None:
     layout = Layout.striped(TOKENS, mesh[0] * mesh[1])
-    check(case_of(mesh, SCORES["all scores"], layout, sink=SINK, dtype=dtype, dims=(8, 24), strides="packed"))
+    check_case(case_of(mesh, SCORES["all scores"], layout, sink=SINK, dtype=dtype, dims=(8, 24), strides="packed"))
 
 
 @pytest.mark.parametrize("through_lse", [True, False])
@@ -76,7 +76,7 @@ def test_keys_with_another_layout(mesh: tuple[int, int], through_lse: bool) -> N
     queries = Layout([*empty, [(40, 7)], [], [(47, 6), (55, 5)]])
     keys = Layout([[(0, 20, 2)], [(1, 10, 2)], [(40, 20)], *empty])
     call = MASKS["padding" if through_lse else "prefix and window"]
-    check(case_of(mesh, call, queries, kv_layout=keys, through_lse=through_lse, sink=SINK))
+    check_case(case_of(mesh, call, queries, kv_layout=keys, through_lse=through_lse, sink=SINK))
 
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])
@@ -111,7 +111,7 @@ def test_boundaries_as_iterators() -> None:
 
 @pytest.mark.parametrize("grads", ["q", "kv", "s"])
 def test_gradients_of_some_inputs(grads: str) -> None:
-    check(case_of((2, 2), MASKS["causal window"], Layout.zigzag(TOKENS, 4), sink=SINK, grads=grads))
+    check_case(case_of((2, 2), MASKS["causal window"], Layout.zigzag(TOKENS, 4), sink=SINK, grads=grads))
 
 
 @pytest.mark.parametrize("make", [*LAYOUTS.values()])
@@ -119,14 +119,14 @@ def test_gradients_of_some_inputs(grads: str) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 5, 6, 29, 48])
 def test_layouts_of_joined_ranks(make: Any, ulysses: int, tokens: int) -> None:
     layout = make(tokens + 15, 6)  # the uneven layout has three tokens on each of the other ranks
-    whole = joined(layout, ulysses)
+    whole = ring_layout(layout, ulysses)
     for place in range(6 // ulysses):
         ranks = range(place * ulysses, (place + 1) * ulysses)
         held = torch.cat([layout.positions(rank) for rank in ranks]).sort().values
         assert whole.positions(place).equal(held)
         assert whole.spans(place) == Layout.from_positions([held]).spans(0)
         for u, rank in enumerate(ranks):
-            assert held[shared(layout, ulysses, place).positions(u)].equal(layout.positions(rank))
+            assert held[ulysses_layout(layout, ulysses, place).positions(u)].equal(layout.positions(rank))
 
 
 def qkv(group: LocalGroup, heads: int = 4, kv_heads: int = 4) -> list[Tensor]:
@@ -156,8 +156,8 @@ def drawn_over(shape: tuple[int, int], group: LocalGroup) -> int:
 
 
 def drawn(mesh: LocalMesh) -> int:
-    rings = rings_of((mesh.ring, mesh.ulysses), torch.device("cpu"))
-    with rings._entered(torch.device("cpu")):
+    rings = resolve_mesh_rings((mesh.ring, mesh.ulysses), torch.device("cpu"))
+    with rings._call_guard(torch.device("cpu")):
         rings._agree({"call": "a seed"}, torch.device("cpu"))
         seed: int = rings._draw_seed()
         return seed
@@ -256,16 +256,16 @@ def test_a_refusal_in_the_ring_cancels_the_exchange() -> None:
 
     def on_rank(group: LocalGroup) -> object:
         mesh = group.mesh(2, 2)
-        rings = rings_of((mesh.ring, mesh.ulysses), cpu)
-        watch, number = rings.ulysses._use(cpu), list[object]()
+        rings = resolve_mesh_rings((mesh.ring, mesh.ulysses), cpu)
+        watch, number = rings.ulysses._get_watch(cpu), list[object]()
         told = (
             "causal differs" if group.rank() > 1 else f"rank {group.rank() + 2} refused this call: ValueError: causal"
         )
-        with pytest.raises(ValueError, match=rf"^{told}.* \(rank 2: False, rank 3: True\)"), rings._entered(cpu):
+        with pytest.raises(ValueError, match=rf"^{told}.* \(rank 2: False, rank 3: True\)"), rings._call_guard(cpu):
             try:
                 rings._agree({"causal": group.rank() == 3}, cpu)
             finally:
-                number.append(watch._number)
+                number.append(watch._agreed_call)
         return number
 
     assert run_ranks(4, on_rank) == [[None]] * 4
@@ -329,22 +329,25 @@ def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
         mesh, cpu = group.mesh(2, 2), torch.device("cpu")
         lines = mesh.ring, mesh.ulysses
         first, second = Ring(mesh.ring, deadline=50.0), Ring(mesh.ring, deadline=70.0)
-        assert first._shared().names == [0, 1]  # not part of a mesh yet
-        for ring, others in ((first, rings_of(lines, cpu, first)), (second, rings_of(lines, cpu, second))):
+        assert first._get_control().names == [0, 1]  # not part of a mesh yet
+        for ring, others in (
+            (first, resolve_mesh_rings(lines, cpu, first)),
+            (second, resolve_mesh_rings(lines, cpu, second)),
+        ):
             assert others.ring is ring and others.ulysses.deadline == ring.deadline
-            assert others == rings_of(lines, cpu, ring)
-        assert [ring.deadline for ring in rings_of(lines, cpu)] == [70.0, 70.0]
+            assert others == resolve_mesh_rings(lines, cpu, ring)
+        assert [ring.deadline for ring in resolve_mesh_rings(lines, cpu)] == [70.0, 70.0]
         column, row = group.rank() % 2, group.rank() // 2
-        names = [ring._shared().names for ring in rings_of(lines, cpu, first)]
+        names = [ring._get_control().names for ring in resolve_mesh_rings(lines, cpu, first)]
         assert names == [[column, column + 2], [2 * row, 2 * row + 1]]
-        assert ring_of(mesh.ring, cpu).deadline == 70.0 and ring_of(mesh.ulysses, cpu).deadline is None
+        assert default_ring(mesh.ring, cpu).deadline == 70.0 and default_ring(mesh.ulysses, cpu).deadline is None
         leaves = qkv(group)
         out = attend(mesh, *leaves, ring=second)
-        exchange = rings_of(lines, cpu, second).ulysses
+        exchange = resolve_mesh_rings(lines, cpu, second).ulysses
         first.close()  # not the ring with the latest deadline
-        assert ring_of(mesh.ring, cpu).deadline == 70.0
+        assert default_ring(mesh.ring, cpu).deadline == 70.0
         second.close()
-        assert [ring.deadline for ring in rings_of(lines, cpu)] == [None, None]
+        assert [ring.deadline for ring in resolve_mesh_rings(lines, cpu)] == [None, None]
         assert exchange._closed
         assert out.equal(attend(mesh, *leaves))
 
@@ -368,10 +371,13 @@ def test_a_missing_virtual_rank_ends_the_others_by_the_deadline(moment: str) -> 
         }
         for name in ("a known call", "shard", "unshard", "a known call"):
             calls[name]()
-        for opened in (*rings_of(lines, leaves[0].device, ring), *rings_of(lines, leaves[0].device)):
+        for opened in (
+            *resolve_mesh_rings(lines, leaves[0].device, ring),
+            *resolve_mesh_rings(lines, leaves[0].device),
+        ):
             shorten(opened)
         ended.wait(HANGS)
-        end = "" if group.rank() == 1 else ending(calls[moment])[0]
+        end = "" if group.rank() == 1 else call_outcome(calls[moment])[0]
         ended.wait(HANGS)
         return end
 

@@ -15,9 +15,9 @@ from ringattn import Layout, LocalWorld, reference, ring_attention
 from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_settings, save, save_ring, shared_ring_settings
 from ringattn.bench.common import launching
 from ringattn.bench.common.process_group import process_group
-from ringattn.bench.common.ranks import member
-from ringattn.kernels import Tile, attention, choice, launch
-from ringattn.kernels.tables import KERNELS, Point
+from ringattn.bench.common.ranks import launched_rank
+from ringattn.kernels import Tile, attention, launch, launch_plan
+from ringattn.kernels.tables import KERNELS, TuningPoint
 
 from ..support.tile_tables import H200, RTX, entry, folders
 
@@ -31,8 +31,8 @@ RING = RingPoint(len(GPUS), 8, 4, 16, "fp32", "bounded", SEQLEN)
 CHOSEN = {H200: RingSetting(chunks=2), RTX: RingSetting(chunks=4, channels=2)}
 
 
-def point(kernel: str, mask: str) -> Point:
-    return Point(kernel, "fp32", 16, 16, 2, mask, SEQLEN)
+def point(kernel: str, mask: str) -> TuningPoint:
+    return TuningPoint(kernel, "fp32", 16, 16, 2, mask, SEQLEN)
 
 
 def test_each_rank_takes_its_own_tiles(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +40,13 @@ def test_each_rank_takes_its_own_tiles(folders: tuple[Path, Path], monkeypatch: 
     for gpu, tile in TILES.items():
         save(folders[0], gpu, [entry(point(kernel, mask), tile) for kernel in KERNELS for mask in ("full", "bounded")])
     local, tiles = threading.local(), [set[Tile]() for _ in GPUS]
-    monkeypatch.setattr(choice, "gpu_specs", lambda device: getattr(local, "gpu", None))
+    monkeypatch.setattr(launch_plan, "gpu_specs", lambda device: getattr(local, "gpu", None))
 
     def record_tile(tile: Tile) -> dict[str, Any]:
         tiles[local.rank].add(tile)
-        return launch.options(tile)
+        return launch.tile_options(tile)
 
-    monkeypatch.setattr(attention, "options", record_tile)
+    monkeypatch.setattr(attention, "tile_options", record_tile)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, SEQLEN, heads, 16) for heads in (2, 1, 1, 2))
     layout = Layout.contiguous(SEQLEN, len(GPUS))
@@ -77,7 +77,7 @@ def everyone(mine: Any) -> list[Any]:
 
 def settings(folder: str) -> dict[str, list[Any]]:
     """Return what all ranks got when this rank's GPU has another name than its neighbours'."""
-    place = member()
+    place = launched_rank()
     assert place is not None
     gpu = GPUS[place.rank]
     with process_group(place, torch.device("cpu")):
@@ -99,7 +99,7 @@ def test_all_ranks_take_rank_0s_ring_settings(tmp_path: Path) -> None:
     for gpu, setting in CHOSEN.items():
         save_ring(tmp_path, gpu, RingEntry(RING, setting, 1e-3, 0.01, 1.2e-3))
     message = "config_dir is '/nowhere': there is no such folder; `ringattn tune --save-dir` creates it"
-    assert launching.launch(len(GPUS), settings, str(tmp_path)) == {
+    assert launching.launch_processes(len(GPUS), settings, str(tmp_path)) == {
         "own": [CHOSEN[gpu] for gpu in GPUS],
         "shared": [CHOSEN[GPUS[0]]] * len(GPUS),
         "of two": [None, CHOSEN[GPUS[1]], CHOSEN[GPUS[1]]],

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from ringattn.comm import Slots, slot_nbytes
 from ringattn.kernels import dequantize, quantize
-from ringattn.ring.wire import Wire, grad_wire_of, wire_of
+from ringattn.ring.wire import Wire, resolve_grad_wire, resolve_wire
 
 from ..kernels.test_attention import VIEWS
-from ..support.kernel_cases import in_turn
-from ..support.wire_cases import DTYPES, assert_same, assert_within_bound, codes_for, tensors, wide
+from ..support.kernel_cases import cycle_values
+from ..support.wire_cases import DTYPES, assert_same, assert_within_bound, poisoned_codes, tensors, wide_range_tensor
 
 
 def wire(name: str, dtype: torch.dtype = torch.float32) -> Wire:
-    made = wire_of(name, dtype)
+    made = resolve_wire(name, dtype)
     assert made is not None
     return made
 
@@ -44,35 +44,35 @@ def receive(by: Wire, travelled: tuple[Tensor, ...], like: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_wire_in_the_model_dtype_is_none(dtype: torch.dtype) -> None:
-    assert wire_of(None, dtype) is None
-    assert (wire_of("bfloat16", dtype) is None) == (dtype == torch.bfloat16)
-    assert grad_wire_of(None) is grad_wire_of(torch.float32) is grad_wire_of("float32") is None
+    assert resolve_wire(None, dtype) is None
+    assert (resolve_wire("bfloat16", dtype) is None) == (dtype == torch.bfloat16)
+    assert resolve_grad_wire(None) is resolve_grad_wire(torch.float32) is resolve_grad_wire("float32") is None
 
 
 def test_wire_dtypes_by_name_and_refusals() -> None:
     for name in ("bfloat16", "float8_e4m3fn"):
-        assert wire(name) is wire_of(getattr(torch, name), torch.float16)
+        assert wire(name) is resolve_wire(getattr(torch, name), torch.float16)
         assert wire(name).name == name
-    assert grad_wire_of("bfloat16") is grad_wire_of(torch.bfloat16) is not None
+    assert resolve_grad_wire("bfloat16") is resolve_grad_wire(torch.bfloat16) is not None
     refused: list[tuple[Any, str, tuple[Any, ...]]] = [
         (
-            partial(wire_of, dtype=torch.float32),
+            partial(resolve_wire, dtype=torch.float32),
             "wire_dtype",
             (torch.float16, torch.float8_e5m2, "fp8", "torch.bfloat16", 8, "", np.array(["bfloat16", "fp8"])),
         ),
-        (grad_wire_of, "grad_wire_dtype", (torch.float16, torch.float8_e4m3fn, "fp32")),
+        (resolve_grad_wire, "grad_wire_dtype", (torch.float16, torch.float8_e4m3fn, "fp32")),
     ]
     for make, name, dtypes in refused:
         for dtype in dtypes:
             with pytest.raises(ValueError, match=rf"^{name} is .*: it must be one of None, torch.\w+ \("):
                 make(dtype)
     with pytest.raises(ValueError, match=r"dtype is torch\.float64: keys and values must be float16, bfloat16"):
-        wire_of("bfloat16", torch.float64)
+        resolve_wire("bfloat16", torch.float64)
 
 
-@pytest.mark.parametrize(("view", "dtype"), in_turn(VIEWS, [torch.float16, torch.float32]))
+@pytest.mark.parametrize(("view", "dtype"), cycle_values(VIEWS, [torch.float16, torch.float32]))
 def test_bfloat16_is_one_rounding(view: object, dtype: torch.dtype) -> None:
-    x = wide(2, 20, 2, 6, dtype=dtype)
+    x = wide_range_tensor(2, 20, 2, 6, dtype=dtype)
     made = receive(wire("bfloat16"), send(wire("bfloat16"), view(x)), x)  # type: ignore[operator]
     assert_same((made,), (x.to(torch.bfloat16).to(dtype),))
 
@@ -87,13 +87,13 @@ def test_fp16_values_that_round_above_its_maximum_become_infinite() -> None:
 FP8 = wire("float8_e4m3fn")
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), in_turn([0, 1, 128, 300], [torch.float16, torch.float32]))
+@pytest.mark.parametrize(("tokens", "dtype"), cycle_values([0, 1, 128, 300], [torch.float16, torch.float32]))
 def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) -> None:
-    x = wide(2, tokens, 3, 40, dtype=dtype)
+    x = wide_range_tensor(2, tokens, 3, 40, dtype=dtype)
     if tokens:
         x[0, 0, 0, :4] = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
         x[1, :, 1], x[1, :, 2] = 0.0, x[1, :, 2] * (2.0**-12 if dtype == torch.float16 else 2.0**-125)
-    codes, scale = codes_for(x)
+    codes, scale = poisoned_codes(x)
     quantize(x, codes, scale)
     travelled = send(FP8, x)
     assert_same(travelled, (codes, scale))

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ringattn import reference
-from ringattn.reference.masks import by_batch
-from ringattn.reference.scores import Scores, alibi, kept
+from ringattn.reference.masks import add_head_dim
+from ringattn.reference.scores import ScoreOptions, alibi_bias, dropout_factors
 
 
 class Results(NamedTuple):
@@ -23,7 +23,7 @@ class Results(NamedTuple):
     dv: Tensor
 
 
-class Modified(NamedTuple):
+class ReferenceModifiers(NamedTuple):
     """Changes to scores and weights, given as tensors because SDPA has no arguments for them."""
 
     softcap: float = 0.0
@@ -32,17 +32,17 @@ class Modified(NamedTuple):
     sink: Tensor | None = None  # `[H]`, one extra logit per head
 
     @classmethod
-    def of(
-        cls, shape: tuple[int, ...], q_positions: Tensor, k_positions: Tensor, scores: Scores,
+    def from_scores(
+        cls, shape: tuple[int, ...], q_positions: Tensor, k_positions: Tensor, scores: ScoreOptions,
         sink: Tensor | None = None,
-    ) -> Modified:  # fmt: skip
+    ) -> ReferenceModifiers:  # fmt: skip
         """Compute the reference's modifiers for scores of ``shape`` ``[B, H, Sq, Sk]``."""
         slopes = scores.get("alibi_slopes")
-        bias = None if slopes is None else alibi(slopes, q_positions, k_positions)
-        return cls(scores.get("softcap", 0.0), bias, kept(shape, q_positions, k_positions, scores), sink)
+        bias = None if slopes is None else alibi_bias(slopes, q_positions, k_positions)
+        return cls(scores.get("softcap", 0.0), bias, dropout_factors(shape, q_positions, k_positions, scores), sink)
 
 
-PLAIN = Modified()
+PLAIN = ReferenceModifiers()
 
 
 def exact(
@@ -65,7 +65,7 @@ def exact_with_sink(
 
 def pytorch(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None,
-    *, visible: Tensor | None = None, softmax_scale: float | None = None, modified: Modified = PLAIN,
+    *, visible: Tensor | None = None, softmax_scale: float | None = None, modified: ReferenceModifiers = PLAIN,
 ) -> Results:  # fmt: skip
     """Return PyTorch's SDPA and its gradients in the dtype of ``q``.
 
@@ -90,12 +90,12 @@ def pytorch(
 
 def pytorch_with_sink(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, sink: Tensor | None,
-    *, visible: Tensor | None, softmax_scale: float | None = None, modified: Modified = PLAIN,
+    *, visible: Tensor | None, softmax_scale: float | None = None, modified: ReferenceModifiers = PLAIN,
 ) -> tuple[Results, Tensor | None]:  # fmt: skip
     """Return the same as :func:`pytorch`, and the gradient of the sink if there is one."""
     modified = modified._replace(sink=None if sink is None else sink.detach().clone().requires_grad_())
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    visible = by_batch(torch.ones(q.shape[1], k.shape[1], dtype=torch.bool) if visible is None else visible)
+    visible = add_head_dim(torch.ones(q.shape[1], k.shape[1], dtype=torch.bool) if visible is None else visible)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     queries, keys, values = (x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in leaves)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -108,8 +108,8 @@ def pytorch_with_sink(
     elif plain:
         out = scaled_dot_product_attention(queries, keys, values, attn_mask=bias.to(q.dtype), scale=scale)
     else:
-        out = _written_out(queries, keys, values, bias.to(q.dtype), scale, modified)
-    scores = _capped(queries.to(wide) @ keys.to(wide).mT * scale, modified.softcap) + bias
+        out = _eager_sdpa(queries, keys, values, bias.to(q.dtype), scale, modified)
+    scores = _apply_softcap(queries.to(wide) @ keys.to(wide).mT * scale, modified.softcap) + bias
     lse = scores.logsumexp(-1).masked_fill(blind, -torch.inf)
     out = out.masked_fill(blind[..., None], 0.0).transpose(1, 2)
     if modified.sink is not None:
@@ -118,18 +118,18 @@ def pytorch_with_sink(
     return Results(out.detach(), lse.detach(), dq, dk, dv), dsink[0] if dsink else None
 
 
-def _written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, modified: Modified) -> Tensor:
-    weights = (_capped(q @ k.mT * scale, modified.softcap) + bias).softmax(-1)[..., : k.shape[2]]
+def _eager_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, modified: ReferenceModifiers) -> Tensor:
+    weights = (_apply_softcap(q @ k.mT * scale, modified.softcap) + bias).softmax(-1)[..., : k.shape[2]]
     if modified.factors is not None:
         weights = weights * pad(modified.factors, (0, k.shape[2] - modified.factors.shape[3])).to(q.dtype)
     return weights @ v
 
 
-def _capped(scores: Tensor, softcap: float) -> Tensor:
+def _apply_softcap(scores: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
-def _bias(visible: Tensor, modified: Modified, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _bias(visible: Tensor, modified: ReferenceModifiers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the additive bias ``[B or 1, H or 1, Sq, Sk]`` and a mask of the rows without visible keys.
 
     With a sink, the bias has one more key. Rows without visible keys see all keys here, which keeps NaN out of the
@@ -149,7 +149,7 @@ def _bias(visible: Tensor, modified: Modified, dtype: torch.dtype) -> tuple[Tens
 
 def operator_lse(q: Tensor, k: Tensor, visible: Tensor, softmax_scale: float | None, sink: Tensor | None) -> Tensor:
     """Return ``lse`` of PyTorch's CPU flash attention, whose 16-bit exponential is less exact than fp32."""
-    bias, blind = _bias(by_batch(visible), Modified(sink=sink), q.dtype)
+    bias, blind = _bias(add_head_dim(visible), ReferenceModifiers(sink=sink), q.dtype)
     queries, keys = (x.detach().transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k))
     keys = keys if sink is None else pad(keys, (0, 0, 0, 1))
     if keys.shape[2] == 0:  # the operator does not support zero keys

@@ -13,7 +13,7 @@ DGX1 = {
 }  # fmt: skip
 
 
-def path(index: int, *, gpus: int = 8, per_switch: int = 1, device: str = "gpu") -> tuple[str, ...]:
+def pcie_ancestors(index: int, *, gpus: int = 8, per_switch: int = 1, device: str = "gpu") -> tuple[str, ...]:
     """Return the PCIe ancestors of a GPU or NIC in a two-socket machine with ``per_switch`` GPUs per switch."""
     switch = index // per_switch
     return (f"numa{2 * index // gpus}", f"pci{switch}", f"port{switch}", f"{device}{index}")
@@ -23,7 +23,8 @@ def nics(count: int = 8, *, gpus: int = 8, per_switch: int = 1, gigabits: float 
     """Return one adapter next to every ``gpus / count``-th GPU, and a slow management NIC."""
     step = gpus // count
     nearest = [
-        Nic(f"mlx5_{i}", gigabits, path(i * step, gpus=gpus, per_switch=per_switch, device="nic")) for i in range(count)
+        Nic(f"mlx5_{i}", gigabits, pcie_ancestors(i * step, gpus=gpus, per_switch=per_switch, device="nic"))
+        for i in range(count)
     ]
     return (*nearest, Nic("eno1", 25, ("numa0", "pci9", "nic9")))
 
@@ -33,14 +34,16 @@ def hgx(host: str, order: Iterable[int] = range(8), *, adapters: int = 8) -> lis
     per_switch, links = 8 // adapters, (NvLink(SWITCH, 18, 4),)
     beside = nics(adapters, per_switch=per_switch)
     return [
-        DeviceInfo(host, f"GPU-{host}-{i}", i, "H100", links, None, path(i, per_switch=per_switch), 64, beside)
+        DeviceInfo(
+            host, f"GPU-{host}-{i}", i, "H100", links, None, pcie_ancestors(i, per_switch=per_switch), 64, beside
+        )
         for i in order
     ]
 
 
-def meshed(host: str, links: dict[tuple[int, int], int], count: int, *, version: int = 2) -> list[DeviceInfo]:
+def nvlink_mesh_host(host: str, links: dict[tuple[int, int], int], count: int, *, version: int = 2) -> list[DeviceInfo]:
     """Return GPUs with direct NVLinks and PCIe 3, two GPUs per switch."""
-    paths = [path(i, gpus=count, per_switch=2) for i in range(count)]
+    paths = [pcie_ancestors(i, gpus=count, per_switch=2) for i in range(count)]
     beside = nics(4, gpus=count, per_switch=2, gigabits=100) if count == 8 else ()
 
     def ends(i: int) -> tuple[NvLink, ...]:

@@ -26,30 +26,30 @@ RECORD = Path(__file__).with_name("compiles.txt")
 PROPERTY = "compiles"  # key of the digest among the user properties of a test report
 
 
-def settle(items: Iterable[Any], *, nightly: bool) -> None:
+def mark_nightly(items: Iterable[Any], *, nightly: bool) -> None:
     """Mark tests nightly that passed on the current sources; with ``nightly``, mark all that compile."""
-    passed = recorded()
+    passed = read_record()
     for item in items:
         marker = item.get_closest_marker("compiles")
         if marker is None or item.get_closest_marker("nightly"):
             continue
-        current = digest(name_of(item), marker.args)
+        current = source_digest_of_test(item_key(item), marker.args)
         item.user_properties.append((PROPERTY, current))
-        if nightly or passed.get(name_of(item)) == current:
+        if nightly or passed.get(item_key(item)) == current:
             item.add_marker(pytest.mark.nightly)
 
 
-def name_of(item: Any) -> str:
+def item_key(item: Any) -> str:
     return f"{item.path.name}::{item.name}"
 
 
-def recorded() -> dict[str, str]:
+def read_record() -> dict[str, str]:
     """Return the digest of the sources on which each test last passed, by test name."""
     lines = RECORD.read_text().splitlines() if RECORD.exists() else []
     return {name: sha for sha, _, name in (line.partition("  ") for line in lines)}
 
 
-def digest(name: str, sources: Iterable[str]) -> str:
+def source_digest_of_test(name: str, sources: Iterable[str]) -> str:
     """Return a digest of the test's name, Triton's version and all sources that the test compiles."""
     parts = [version("triton"), name]
     files = {*(ROOT / "tests").rglob(name.partition("::")[0])}
@@ -67,9 +67,9 @@ def digest(name: str, sources: Iterable[str]) -> str:
 
 def variants(name: str) -> Iterator[tuple[str, str]]:
     """Yield the launch description and the kernel file of every variant that ``name`` selects."""
-    from ringattn.autotune.compile import select
+    from ringattn.autotune.compile import parse_variants
 
-    for variant in select(name):
+    for variant in parse_variants(name):
         launch = variant.launch
         kernel = launch.kernel.fn.__module__.partition(".")[2]
         yield f"{variant} {launch.signature}", kernel.replace(".", "/") + ".py"
@@ -95,7 +95,7 @@ def with_imports(path: Path) -> frozenset[Path]:
     return frozenset(files)
 
 
-class Recorder:
+class CompileRecorder:
     """Pytest plugin that runs only the tests that compile and records the digests of those that pass."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if PROPERTY in dict(item.user_properties)]
-        self.chosen = {name_of(item) for item in items}
+        self.chosen = {item_key(item) for item in items}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
@@ -112,9 +112,9 @@ class Recorder:
 
 
 def main(arguments: list[str]) -> int:
-    recorder = Recorder()
+    recorder = CompileRecorder()
     code = pytest.main(["-m", "", "-n", "0", "--timeout", "3600", *arguments], plugins=[recorder])
-    unchanged = {name: sha for name, sha in recorded().items() if arguments and name not in recorder.chosen}
+    unchanged = {name: sha for name, sha in read_record().items() if arguments and name not in recorder.chosen}
     RECORD.write_text("".join(f"{sha}  {name}\n" for name, sha in sorted((unchanged | recorder.passed).items())))
     return int(code)
 

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from ringattn.comm import TransportError
 from ringattn.comm.control import StoreConnection
-from ringattn.comm.cuda_threads import HOST, start
-from ringattn.comm.transports.process_group import HostStream
+from ringattn.comm.cuda_threads import CPU_DEVICE, start_thread
+from ringattn.comm.transports.process_group import TransferThread
 from ringattn.comm.watchdog.watch import _WATCHDOG
 
 # Longer than the interpreter's exit ever waited for a thread.
@@ -35,7 +35,7 @@ time.sleep(600)
 """
 
 
-class Last:
+class LateDeletedObject:
     """Object that the interpreter deletes late, and that delays its exit while our threads run."""
 
     def __init__(self) -> None:
@@ -59,21 +59,21 @@ def stay_in_torch(begun: threading.Event) -> None:
         HashStore().wait(["never"], timedelta(seconds=SECONDS))
 
 
-def help_out(last: Last, stay: Callable[[], None]) -> None:
-    start(stay, HOST, "test")
+def run_helper(last: LateDeletedObject, stay: Callable[[], None]) -> None:
+    start_thread(stay, CPU_DEVICE, "test")
 
 
-def tick(last: Last, stay: Callable[[], None]) -> None:
-    watch: Any = SimpleWatch(rank=0, device=HOST, closed=False, tick=stay)
+def run_tick(last: LateDeletedObject, stay: Callable[[], None]) -> None:
+    watch: Any = SimpleWatch(rank=0, device=CPU_DEVICE, closed=False, tick=stay)
     sys.modules["watch"] = watch  # the watchdog keeps only weak references
     _WATCHDOG.add(watch)
 
 
-def transfer(last: Last, stay: Callable[[], None]) -> None:
-    HostStream("test", lambda: True).submit(stay)
+def run_transfer(last: LateDeletedObject, stay: Callable[[], None]) -> None:
+    TransferThread("test", lambda: True).submit(stay)
 
 
-def ask_a_stopped_store(last: Last, stay: Callable[[], None]) -> None:
+def run_store_request(last: LateDeletedObject, stay: Callable[[], None]) -> None:
     """Send requests to a stopped store over an open connection, and over a new one."""
     last.server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert last.server.stdout is not None
@@ -81,7 +81,10 @@ def ask_a_stopped_store(last: Last, stay: Callable[[], None]) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     connection = StoreConnection(store)
     last.server.send_signal(signal.SIGSTOP)
-    for ask in (lambda: connection.ask(lambda store: store.check(["x"]), 0.1), lambda: StoreConnection(store, 0.1)):
+    for ask in (
+        lambda: connection.call_store(lambda store: store.check(["x"]), 0.1),
+        lambda: StoreConnection(store, 0.1),
+    ):
         try:
             while True:  # the server may still answer until SIGSTOP takes effect
                 ask()
@@ -95,11 +98,11 @@ class SimpleWatch(SimpleNamespace):
         return id(self)
 
 
-KINDS = {"helper": help_out, "tick": tick, "transfer": transfer, "store": ask_a_stopped_store}
+KINDS = {"helper": run_helper, "tick": run_tick, "transfer": run_transfer, "store": run_store_request}
 
 
 def main(code: str, *kinds: str) -> None:
-    before, last = {*threading.enumerate()}, Last()
+    before, last = {*threading.enumerate()}, LateDeletedObject()
     sys.modules["last"] = last  # type: ignore[assignment]
     begun = [threading.Event() for _ in kinds]
     for kind, event in zip(kinds, begun, strict=True):

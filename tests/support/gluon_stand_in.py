@@ -364,7 +364,7 @@ def language(machine: Machine) -> SimpleNamespace:
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64")}
     layouts = ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout", "BlockedLayout")
     namespace = SimpleNamespace(
-        **dtypes, **{name: lambda *a, **k: None for name in layouts}, jit=same, constexpr_function=same,
+        **dtypes, **{name: lambda *a, **k: None for name in layouts}, jit=pass_through, constexpr_function=pass_through,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: None),
         constexpr=constexpr, static_range=range, load=load, store=store,
         program_id=lambda axis: tensor(machine.program),
@@ -388,8 +388,8 @@ def language(machine: Machine) -> SimpleNamespace:
     return namespace
 
 
-def same(function: Any = None, **options: Any) -> Any:
-    return same if function is None else function
+def pass_through(function: Any = None, **options: Any) -> Any:
+    return pass_through if function is None else function
 
 
 def kernel(machine: Machine, name: str = "forward") -> SimpleNamespace:

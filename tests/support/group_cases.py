@@ -31,7 +31,17 @@ from ringattn.comm import (
 )
 from ringattn.comm.transport import ring_edges
 
-from .transport_cases import CASES, CPU, HANGS, HOST_CASES, filled, neighbours, traceback_of, until, values
+from .transport_cases import (
+    CASES,
+    CPU,
+    HANGS,
+    HOST_CASES,
+    constant_tensor,
+    distinct_values,
+    error_traceback,
+    ring_neighbours,
+    wait_until,
+)
 
 # Each case has its own group, because some leave it broken.
 GROUP_CASES: dict[str, Callable[[dist.ProcessGroup], None]] = {}
@@ -48,7 +58,7 @@ def group_case(function: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.
 @group_case
 def a_throttled_link_takes_its_time(group: dist.ProcessGroup) -> None:
     transport = ProcessGroupTransport(group, CPU, limits=Limits(bytes_per_second=10e6))
-    onward, back = neighbours(transport)
+    onward, back = ring_neighbours(transport)
     first, second = torch.zeros(100_000), torch.zeros(100_000)  # 40 ms each
     dist.barrier(group)
     started = time.monotonic()
@@ -59,25 +69,25 @@ def a_throttled_link_takes_its_time(group: dist.ProcessGroup) -> None:
     assert time.monotonic() - started >= 0.04
     second_fence.wait()
     assert time.monotonic() - started >= 0.08
-    assert values(second) == [1]
+    assert distinct_values(second) == [1]
 
 
 @group_case
 def transports_of_one_group_do_not_mix(group: dist.ProcessGroup) -> None:
     """Post messages of one size between the same two ranks in opposite orders."""
     transports = [ProcessGroupTransport(group, CPU) for _ in range(2)]
-    onward, back = neighbours(transports[0])
-    arrived = [filled(-1, 10, CPU) for _ in transports]
-    stray = filled(99, 10, CPU)  # and one message sent by the user
+    onward, back = ring_neighbours(transports[0])
+    arrived = [constant_tensor(-1, 10, CPU) for _ in transports]
+    stray = constant_tensor(99, 10, CPU)  # and one message sent by the user
     works = [dist.isend(stray, group=group, group_dst=onward)]
     fences = {}
     for index in (0, 1) if group.rank() % 2 else (1, 0):
-        sends = [Message(onward, filled(index, 10, CPU))]
+        sends = [Message(onward, constant_tensor(index, 10, CPU))]
         fences[index] = transports[index].post(sends=sends, receives=[Message(back, arrived[index])])
         time.sleep(0.05)
     for fence in fences.values():
         fence.wait()
-    assert [values(tensor) for tensor in arrived] == [[0], [1]]
+    assert [distinct_values(tensor) for tensor in arrived] == [[0], [1]]
     dist.recv(stray, group=group, group_src=back)
     for work in works:
         assert work is not None
@@ -87,22 +97,22 @@ def transports_of_one_group_do_not_mix(group: dist.ProcessGroup) -> None:
 @group_case
 def buffers_of_inference_mode_are_taken(group: dist.ProcessGroup) -> None:
     transport = ProcessGroupTransport(group, CPU)
-    onward, back = neighbours(transport)
+    onward, back = ring_neighbours(transport)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
-            arrived, copied = filled(-1, 10, CPU), filled(-1, 10, CPU)
-            own_rank = filled(transport.rank, 10, CPU)
+            arrived, copied = constant_tensor(-1, 10, CPU), constant_tensor(-1, 10, CPU)
+            own_rank = constant_tensor(transport.rank, 10, CPU)
             sends = [Message(onward, own_rank), Message(transport.rank, own_rank)]
             receives = [Message(back, arrived), Message(transport.rank, copied)]
             transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
-            assert (values(arrived), values(copied)) == ([back], [transport.rank])
+            assert (distinct_values(arrived), distinct_values(copied)) == ([back], [transport.rank])
 
 
 @group_case
 def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> None:
     def flaky(group: dist.ProcessGroup, device: torch.device, *, control: Any, **_: object) -> Transport:
         if group.rank() == 1:
-            control.fresh_scope("process_group").gather(0, what="the tag")  # now the ranks' counters differ
+            control.new_scope("process_group").gather(0, what="the tag")  # now the ranks' counters differ
             raise RuntimeError("out of memory")
         opened.append(ProcessGroupTransport(group, device, control=control))
         opened[-1].name = "flaky"
@@ -131,12 +141,12 @@ def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> Non
 def peers_feel_an_abort(group: dist.ProcessGroup) -> None:
     """Abort on rank 0; its peers notice by the connection, long before the group's timeout."""
     transport = ProcessGroupTransport(group, CPU)
-    onward, back = neighbours(transport)
-    messages = [Message(onward, filled(0, 1000, CPU)), Message(back, filled(0, 1000, CPU))]
+    onward, back = ring_neighbours(transport)
+    messages = [Message(onward, constant_tensor(0, 1000, CPU)), Message(back, constant_tensor(0, 1000, CPU))]
     transport.warm_up(ring_edges(range(transport.size)))
     fence = transport.post(sends=[], receives=messages)
     if transport.rank == 0:
-        until(lambda: transport._host._running)
+        wait_until(lambda: transport._transfer_thread._running)
         time.sleep(0.1)  # the other ranks may start their transfers later
         transport.abort("it took too long")
     with pytest.raises(TransportError, match="it took too long" if transport.rank == 0 else "failed: .*onnection"):
@@ -179,11 +189,11 @@ def run_cases(rank: int, pipe: Connection, folder: Path) -> None:
         for world in worlds:
             for name in [*CASES, *alone] if rank in group_ranks(world, processes) else []:
                 group = groups[world, name if name in alone else "all"]
-                results[f"{name}-{world}"] = traceback_of(run_case, group, name)
+                results[f"{name}-{world}"] = error_traceback(run_case, group, name)
                 if results[f"{name}-{world}"]:
                     return
             dist.barrier(meeting)  # no rank times out on ranks that are still busy in a smaller world
-        results["a_dead_peer"] = traceback_of(a_dead_peer, rank, processes, folder / "posted")
+        results["a_dead_peer"] = error_traceback(a_dead_peer, rank, processes, folder / "posted")
     finally:
         pipe.send(results)
         os._exit(0)  # exit at once, so that the peers of a failed or deliberately dead rank notice
@@ -201,7 +211,7 @@ def a_dead_peer(rank: int, processes: int, posted: Path) -> None:
     """Let the other ranks die, and check that rank 0 gets the same error at every wait."""
     transport = open_transport(device="cpu")
     if rank != 0:
-        return until(posted.exists)
+        return wait_until(posted.exists)
     fence = transport.post(sends=[], receives=[Message(processes - 1, torch.zeros(6))])
     posted.touch()
     for _ in range(2):

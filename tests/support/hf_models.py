@@ -42,7 +42,7 @@ class Result(NamedTuple):
     grads: dict[str, Tensor]
 
 
-def model_of(name: str, attention: str = "ringattn") -> Any:
+def build_model(name: str, attention: str = "ringattn") -> Any:
     config, options = CONFIGS[name]
     torch.manual_seed(0)
     built_config = getattr(transformers, config)(**SIZES | options)
@@ -50,11 +50,11 @@ def model_of(name: str, attention: str = "ringattn") -> Any:
     return AutoModelForCausalLM.from_config(built_config, attn_implementation=attention).float().train()
 
 
-def ids_of() -> Tensor:
+def token_ids() -> Tensor:
     return torch.randint(1, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-class EverythingInFloat64(TorchFunctionMode):
+class Float64Mode(TorchFunctionMode):
     """Mode that replaces transformers' casts to float32 by casts to float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,8 +64,8 @@ class EverythingInFloat64(TorchFunctionMode):
         return function(*widened_args, **widened_kwargs)
 
 
-def whole(model: Any, documents: Sequence[int]) -> Result:
-    ids, items = ids_of(), ids_of().shape[0] * (TOKENS - len(documents) + 1)
+def run_one_process(model: Any, documents: Sequence[int]) -> Result:
+    ids, items = token_ids(), token_ids().shape[0] * (TOKENS - len(documents) + 1)
     parts = [ids[:, start:end] for start, end in pairwise(documents)]
     outs = [model(input_ids=part, labels=part, num_items_in_batch=items) for part in parts]
     loss = torch.stack([out.loss for out in outs]).sum()
@@ -75,15 +75,15 @@ def whole(model: Any, documents: Sequence[int]) -> Result:
 
 
 @cache
-def eager(name: str, documents: tuple[int, ...]) -> tuple[Result, Result]:
+def eager_results(name: str, documents: tuple[int, ...]) -> tuple[Result, Result]:
     """Return the results of eager attention in float32 and in float64."""
-    with EverythingInFloat64():
-        exact = whole(model_of(name, "eager").double(), documents)
-    return whole(model_of(name, "eager"), documents), exact
+    with Float64Mode():
+        exact = run_one_process(build_model(name, "eager").double(), documents)
+    return run_one_process(build_model(name, "eager"), documents), exact
 
 
-def check(name: str, ours: Result, documents: Sequence[int]) -> None:
-    pytorch, exact = eager(name, tuple(documents))
+def check_against_eager(name: str, ours: Result, documents: Sequence[int]) -> None:
+    pytorch, exact = eager_results(name, tuple(documents))
     assert_as_exact_as_pytorch("logits", ours.logits, pytorch.logits, exact.logits)
     terms = exact.logits.abs().max().item()  # a loss is a difference of logits
     assert_as_exact_as_pytorch("loss", ours.loss, pytorch.loss, exact.loss, magnitude=terms)

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def quicken() -> None:
+def speed_up_interpreter() -> None:
     """Remove two thirds of the time of an interpreted kernel.
 
     At every call between jit functions, the interpreter searches and patches all of Triton's language again. Here such

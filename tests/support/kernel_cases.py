@@ -22,10 +22,10 @@ from ringattn.kernels import (
     attention_dkdv,
     attention_forward,
 )
-from ringattn.reference.masks import by_batch
+from ringattn.reference.masks import add_head_dim
 
 from . import baselines
-from .baselines import PLAIN, Modified, Results
+from .baselines import PLAIN, ReferenceModifiers, Results
 from .tolerance import assert_as_exact_as_pytorch
 
 DEVICE: torch.device  # device of the kernels; `TRITON_INTERPRET=0 pytest tests/kernels` selects a GPU
@@ -74,11 +74,11 @@ def inputs(sizes: Sizes, dtype: torch.dtype = torch.float32) -> Inputs:
     )
 
 
-def of(lo: Tensor, hi: Tensor, keys: int) -> Bounds:
+def bounds_from(lo: Tensor, hi: Tensor, keys: int) -> Bounds:
     return Bounds(lo.clamp(0, keys).to(torch.int32), hi.clamp(0, keys).to(torch.int32))
 
 
-def in_turn(cases: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+def cycle_values(cases: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return each case once, with cycling values of ``others``, so that every value occurs at least once."""
     rows = []
     for i, case in enumerate(cases):
@@ -94,7 +94,7 @@ def documents(lengths: list[tuple[int, int]]) -> Bounds:
     """Return bounds for documents of (queries, keys); a document without keys has rows that see nothing."""
     queries, keys = (torch.tensor(x) for x in zip(*lengths, strict=True))
     hi = keys.cumsum(0)
-    return of((hi - keys).repeat_interleave(queries), hi.repeat_interleave(queries), int(hi[-1]))
+    return bounds_from((hi - keys).repeat_interleave(queries), hi.repeat_interleave(queries), int(hi[-1]))
 
 
 def _intervals(queries: int, keys: int) -> dict[str, Bounds]:
@@ -102,15 +102,15 @@ def _intervals(queries: int, keys: int) -> dict[str, Bounds]:
     third, rest = (queries // 3, keys // 3), (queries - 2 * (queries // 3), keys - 2 * (keys // 3))
     return {
         "full": FULL,
-        "causal": of(zero, row + 1, keys),
-        "window": of(row - 9, row + 4, keys),
-        "forward window": of(row + 2, row + 15, keys),  # the last rows' windows begin past the end
-        "prefix": of(zero, (row + 1).clamp(min=keys // 2), keys),
+        "causal": bounds_from(zero, row + 1, keys),
+        "window": bounds_from(row - 9, row + 4, keys),
+        "forward window": bounds_from(row + 2, row + 15, keys),  # the last rows' windows begin past the end
+        "prefix": bounds_from(zero, (row + 1).clamp(min=keys // 2), keys),
         "documents": documents([third, rest, third]),
-        "first rows blind": of(zero, row - queries // 2, keys),
+        "first rows blind": bounds_from(zero, row - queries // 2, keys),
         "middle rows blind": documents([(third[0], keys // 2), (third[0], 0), (rest[0], keys - keys // 2)]),
         "last rows blind": documents([(queries // 2, keys), (queries - queries // 2, 0)]),
-        "all rows blind": of(zero, zero, keys),
+        "all rows blind": bounds_from(zero, zero, keys),
     }
 
 
@@ -121,35 +121,35 @@ def interval(kind: str, queries: int, keys: int) -> Bounds:
     return _intervals(queries, keys)[kind]
 
 
-def part(bounds: Bounds, begin: int, end: int) -> Bounds:
+def narrow_keys(bounds: Bounds, begin: int, end: int) -> Bounds:
     """Return ``bounds`` restricted to the keys ``[begin, end)``."""
     if bounds.lo is None or bounds.hi is None:
         return bounds
-    return of(bounds.lo - begin, bounds.hi - begin, end - begin)
+    return bounds_from(bounds.lo - begin, bounds.hi - begin, end - begin)
 
 
-def rows_of(bounds: Bounds, begin: int, end: int) -> Bounds:
+def narrow_queries(bounds: Bounds, begin: int, end: int) -> Bounds:
     """Return ``bounds`` restricted to the queries ``[begin, end)``."""
     if bounds.lo is None or bounds.hi is None:
         return bounds
     return Bounds(bounds.lo[begin:end], bounds.hi[begin:end])
 
 
-def ends(bounds: Bounds, queries: int, keys: int) -> list[tuple[int, int]]:
+def row_ends(bounds: Bounds, queries: int, keys: int) -> list[tuple[int, int]]:
     if bounds.lo is None or bounds.hi is None:
         return [(0, keys)] * queries
     return list(zip(bounds.lo.tolist(), bounds.hi.tolist(), strict=True))
 
 
-def dense(bounds: Bounds, queries: int, keys: int) -> Tensor:
+def dense_mask(bounds: Bounds, queries: int, keys: int) -> Tensor:
     """Return the intervals as a bool mask ``[queries, keys]``."""
-    pairs = [[lo <= key < hi for key in range(keys)] for lo, hi in ends(bounds, queries, keys)]
+    pairs = [[lo <= key < hi for key in range(keys)] for lo, hi in row_ends(bounds, queries, keys)]
     return torch.tensor(pairs, dtype=torch.bool).reshape(queries, keys)
 
 
 def visible(bounds: Bounds, batch: int, queries: int, keys: int) -> Tensor:
     """Return the full mask ``[B, 1, queries, keys]`` with used lengths and block sparsity applied."""
-    pairs = dense(bounds, queries, keys).expand(batch, 1, queries, keys).clone()
+    pairs = dense_mask(bounds, queries, keys).expand(batch, 1, queries, keys).clone()
     if bounds.seqused_k is not None:
         pairs &= torch.arange(keys) < bounds.seqused_k[:, None, None, None]
     if bounds.block_sparse is not None:
@@ -162,7 +162,7 @@ def exact(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) 
     """Return the float64 reference, computed for each query on the keys of its interval only."""
     q, k, v = leaves = [t.detach().to(torch.float64).requires_grad_() for t in (x.q, x.k, x.v)]
     parts, begin = [], 0
-    for (lo, hi), rows in groupby(ends(bounds, q.shape[1], k.shape[1])):
+    for (lo, hi), rows in groupby(row_ends(bounds, q.shape[1], k.shape[1])):
         end = begin + len(list(rows))
         parts.append(reference.attention(q[:, begin:end], k[:, lo:hi], v[:, lo:hi], softmax_scale=softmax_scale))
         begin = end
@@ -174,7 +174,7 @@ def exact(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) 
 
 def pytorch(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
     """Return PyTorch's attention, or zeros if no key is visible: its CPU kernel does not support zero keys."""
-    pairs = dense(bounds, x.q.shape[1], x.k.shape[1])
+    pairs = dense_mask(bounds, x.q.shape[1], x.k.shape[1])
     if pairs.any():
         return baselines.pytorch(*x, visible=pairs, softmax_scale=softmax_scale)
     lse = torch.full_like(x.dlse, -torch.inf)
@@ -197,7 +197,7 @@ def ours(
 
 def magnitudes(
     x: Inputs, truth: Results, pairs: Tensor, softmax_scale: float | None = None, *, few_keys: bool = False,
-    modified: Modified = PLAIN,
+    modified: ReferenceModifiers = PLAIN,
 ) -> dict[str, float]:  # fmt: skip
     """Return the largest sum of absolute terms behind an entry of ``out`` and of each gradient.
 
@@ -222,7 +222,7 @@ def magnitudes(
         scores, derivative = modified.softcap * tanh, 1 - tanh**2 + exponent
     bias = torch.zeros(()) if modified.bias is None else modified.bias
     factors = torch.ones(()) if modified.factors is None else modified.factors
-    p = (scores + bias - lse).exp().masked_fill(~by_batch(pairs), 0.0)
+    p = (scores + bias - lse).exp().masked_fill(~add_head_dim(pairs), 0.0)
     size = lse.abs().nan_to_num(posinf=0.0)
     sizes = (q.abs() @ k.abs().mT * scale if few_keys else scores.abs()) + bias.abs() + size
     p *= 1 + exponent * sizes
@@ -235,7 +235,7 @@ def magnitudes(
     terms = {"out": p @ v.abs(), "dq": ds @ k.abs(), "dk": ds.mT @ q.abs(), "dv": p.mT @ dout.abs()}
     terms |= {name: terms[name].unflatten(1, (-1, group)).sum(2) for name in ("dk", "dv")}
     if few_keys:
-        terms["lse"] = torch.cat([sizes.masked_fill(~by_batch(pairs), 0.0), size], -1)
+        terms["lse"] = torch.cat([sizes.masked_fill(~add_head_dim(pairs), 0.0), size], -1)
     return {name: sums.max().item() for name, sums in terms.items() if sums.numel()}
 
 
@@ -244,7 +244,7 @@ def compare(
 ) -> None:
     """Check that ``made`` is as exact as PyTorch's attention of the same inputs in the same dtype."""
     truth, baseline = exact(x, bounds, softmax_scale), pytorch(x, bounds, softmax_scale)
-    sizes = magnitudes(x, truth, dense(bounds, x.q.shape[1], x.k.shape[1]), softmax_scale, few_keys=few_keys)
+    sizes = magnitudes(x, truth, dense_mask(bounds, x.q.shape[1], x.k.shape[1]), softmax_scale, few_keys=few_keys)
     for name, *results in zip(Results._fields, made, baseline, truth, strict=True):
         assert_as_exact_as_pytorch(name, *results, magnitude=sizes.get(name))
 
@@ -264,14 +264,14 @@ def tiles(block_q: int, block_k: int) -> KernelConfig:
     return KernelConfig(tile, tile, tile)
 
 
-def hops(
+def forward_hops(
     x: Inputs, bounds: Bounds, cuts: Sequence[int], *, final: bool = True, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run the forward over key shards with carried state, which every later launch updates in place."""
     state: tuple[Tensor, Tensor] | None = None
     q, k, v = (t.to(__getattr__("DEVICE")) for t in x[:3])
     for number, (begin, end) in enumerate(pairwise(cuts), 2):
-        last, shard_bounds = final and number == len(cuts), part(bounds, begin, end).to(q.device)
+        last, shard_bounds = final and number == len(cuts), narrow_keys(bounds, begin, end).to(q.device)
         out, lse = attention_forward(
             q, k[:, begin:end], v[:, begin:end], bounds=shard_bounds, state=state, final=last, config=config
         )
@@ -294,7 +294,7 @@ def dkdv_of_shards(
         into = final_tensors if end == cuts[-1] else sums or (final_tensors[0].float(), final_tensors[1].float())
         sums = attention_dkdv(
             x.dout[:, rows], x.q[:, rows], x.k, x.v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
-            bounds=rows_of(bounds, begin, end), accum=sums, out=into, config=config,
+            bounds=narrow_queries(bounds, begin, end), accum=sums, out=into, config=config,
         )  # fmt: skip
         assert sums[0] is into[0] and sums[1] is into[1]
     assert sums is not None

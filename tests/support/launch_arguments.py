@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ringattn.autotune.compile import Sizes, Variant, compiled, select
+from ringattn.autotune.compile import CallSizes, KernelVariant, compile_launch, parse_variants
 from ringattn.kernels.gpu import shared_limit
 
 ADDS, STORES = "cp.reduce.async.bulk.tensor", "cp.async.bulk.tensor.4d.global.shared"
@@ -22,14 +22,14 @@ STEPS = re.compile(
 )
 """The PTX steps that order additions to dQ; ``wait_group.read`` is absent because it does not wait for the sum."""
 
-Check = Callable[[Variant, str], None]
+Check = Callable[[KernelVariant, str], None]
 
 
-def no_more(variant: Variant, ptx: str) -> None:
+def check_nothing(variant: KernelVariant, ptx: str) -> None:
     """Check nothing beyond compilation."""
 
 
-def check_epilogue(variant: Variant, ptx: str) -> None:
+def check_epilogue(variant: KernelVariant, ptx: str) -> None:
     """Check that only TMA writes dK and dV, and that the middle hop adds in place."""
     in_place = variant.role == "middle"
     assert (ADDS in ptx, STORES in ptx) == (in_place, not in_place)
@@ -37,7 +37,7 @@ def check_epilogue(variant: Variant, ptx: str) -> None:
     assert "st.global" not in ptx, "dK or dV is stored through pointers"
 
 
-def check_turn(variant: Variant, ptx: str) -> None:
+def check_turn(variant: KernelVariant, ptx: str) -> None:
     """Check that a program waits before it adds, and releases its turn only after all additions are complete."""
     by_copy_engine = variant.head_dim == 64
     assert ("cp.reduce.async.bulk" in ptx) == by_copy_engine
@@ -52,14 +52,14 @@ def check_turn(variant: Variant, ptx: str) -> None:
 
 
 GROUPS: dict[str, tuple[Check, dict[str, tuple[int, ...]]]] = {
-    "hopper": (no_more, {
+    "hopper": (check_nothing, {
         "90:bf16:128:hopper:full:middle:128x128x8x2": (2, 256, 384, 4, 2),
         "90:fp16:64:hopper:bounded:only:128x128x8x2": (1, 1, 1, 1, 1),
         "90:bf16:128:hopper:bounded:middle:128x128x8x2": (1, 1, 300, 2, 1),
         "90:bf16:128:hopper:full:last:128x128x8x2": (1, 130, 1, 3, 3),
         "90:fp16:256:hopper:bounded:last:128x64x8x2": (3, 77, 301, 3, 1),
     }),
-    "hopper_backward": (no_more, {
+    "hopper_backward": (check_nothing, {
         "90:bf16:128:hopper_backward:full:last": (2, 256, 384, 4, 2),
         "90:fp16:64:hopper_backward:bounded:only": (1, 1, 1, 1, 1),
         "90:bf16:128:hopper_backward:full:only": (1, 130, 300, 3, 3),
@@ -84,9 +84,9 @@ GROUPS: dict[str, tuple[Check, dict[str, tuple[int, ...]]]] = {
 def main(group: str) -> Iterator[str]:
     check, calls = GROUPS[group]
     for spec, sizes in calls.items():
-        (selected,) = select(f"{spec}:mha")
-        variant = replace(selected, sizes=Sizes(*sizes))
-        binary: Any = compiled(variant.launch, variant.arch).binary
+        (selected,) = parse_variants(f"{spec}:mha")
+        variant = replace(selected, sizes=CallSizes(*sizes))
+        binary: Any = compile_launch(variant.launch, variant.arch).binary
         assert binary.metadata.shared <= shared_limit(variant.arch)
         check(variant, binary.asm["ptx"])
         yield f"compiled: {variant} {variant.sizes}"

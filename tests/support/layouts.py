@@ -14,18 +14,18 @@ from ringattn.ring.schedule.mask import UNLIMITED, BlockMask, Mask
 NAMES = ("contiguous", "zigzag", "striped")
 
 
-def named(name: str, seqlen: int, world: int) -> Layout:
+def build_layout(name: str, seqlen: int, world: int) -> Layout:
     layout: Layout = getattr(Layout, name)(seqlen, world)
     return layout
 
 
-def of_owners(owners: list[int], world: int) -> Layout:
+def layout_from_owners(owners: list[int], world: int) -> Layout:
     return Layout([[(p, 1) for p, owner in enumerate(owners) if owner == rank] for rank in range(world)])
 
 
 def small_layouts(max_seqlen: int, max_world: int) -> list[Layout]:
     return [
-        named(name, seqlen, world)
+        build_layout(name, seqlen, world)
         for name in NAMES
         for world in range(1, max_world + 1)
         for seqlen in range(max_seqlen + 1)
@@ -41,8 +41,8 @@ def layouts(draw: st.DrawFn, max_world: int = 8, max_seqlen: int = 48, world: in
         return Layout.uneven(draw(st.lists(st.integers(0, max_seqlen // world), min_size=world, max_size=world)))
     if kind == "any":
         owners = draw(st.lists(st.integers(0, world - 1), max_size=max_seqlen))
-        return of_owners(owners, world)
-    return named(kind, draw(st.integers(0, max_seqlen)), world)
+        return layout_from_owners(owners, world)
+    return build_layout(kind, draw(st.integers(0, max_seqlen)), world)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Window(Mask):
         return lo, hi
 
 
-def sees(mask: Mask, query: int, key: int, row: int | None = None) -> bool:
+def is_visible_pair(mask: Mask, query: int, key: int, row: int | None = None) -> bool:
     """Return True if a query sees a key; ``row`` None means in any batch row."""
     if mask.used is not None and key >= (max(mask.used, default=0) if row is None else mask.used[row]):
         return False
@@ -72,24 +72,24 @@ def sees(mask: Mask, query: int, key: int, row: int | None = None) -> bool:
         return in_window and query // mask.document == key // mask.document and (not mask.causal or key <= query)
     if mask.causal and key > query and key >= mask.prefix:
         return False
-    if mask.documents is not None and document(mask.documents, query) != document(mask.documents, key):
+    if mask.documents is not None and document_index(mask.documents, query) != document_index(mask.documents, key):
         return False
     left, right = mask.window
     in_window = (left == UNLIMITED or key >= query - left) and (right == UNLIMITED or key <= query + right)
     return in_window or any(start <= position < end for start, end in mask.global_tokens for position in (query, key))
 
 
-def seen_shards(layout: Layout, mask: Mask, keys: Layout) -> list[tuple[int, int]]:
+def visible_shards(layout: Layout, mask: Mask, keys: Layout) -> list[tuple[int, int]]:
     """Return every (rank, shard) where some query of the rank sees some key of the shard, pair by pair."""
     queries, positions = ([side.positions(rank).tolist() for rank in range(side.world)] for side in (layout, keys))
     return [
         (rank, shard)
         for rank, shard in product(range(layout.world), range(keys.world))
-        if any(sees(mask, query, key) for query in queries[rank] for key in positions[shard])
+        if any(is_visible_pair(mask, query, key) for query in queries[rank] for key in positions[shard])
     ]
 
 
-def document(documents: Documents, position: int) -> int | None:
+def document_index(documents: Documents, position: int) -> int | None:
     containing = [i for i, (start, end) in enumerate(pairwise(documents.boundaries)) if start <= position < end]
     return containing[0] if containing else None
 
@@ -111,7 +111,7 @@ def masks(draw: st.DrawFn, global_tokens: bool = False, used: bool = False) -> M
         used=tuple(draw(st.lists(st.integers(0, 48), min_size=1, max_size=3)))
         if used and draw(st.booleans())
         else None,
-        global_tokens=tuple(draw(stretches())) if global_tokens else (),
+        global_tokens=tuple(draw(disjoint_runs())) if global_tokens else (),
     )
 
 
@@ -133,7 +133,7 @@ def block_masks(draw: st.DrawFn, rows: int, columns: int, block: int) -> BlockMa
 
 
 @st.composite
-def stretches(draw: st.DrawFn) -> list[tuple[int, int]]:
+def disjoint_runs(draw: st.DrawFn) -> list[tuple[int, int]]:
     """Draw disjoint ascending runs of positions; some touch, and some begin at 0."""
     edges = sorted(draw(st.sets(st.integers(0, 40), max_size=4)))
     return list(zip(edges[::2], edges[1::2], strict=False))

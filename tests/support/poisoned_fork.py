@@ -17,17 +17,17 @@ QUESTIONS = (
     "_lazy_init", "current_device", "current_stream", "device_count", "get_device_capability", "get_device_name",
     "get_device_properties", "init", "is_available", "is_bf16_supported", "mem_get_info", "set_device", "synchronize",
 )  # fmt: skip
-REFUSED = "Cannot re-initialize CUDA in forked subprocess"
+FORK_ERROR = "Cannot re-initialize CUDA in forked subprocess"
 
 first: list[str] = []  # stack of the first CUDA call in this process or its parent; empty before that
 _owner = 0  # id of the process that made the first CUDA call
 
 
-def poisoning(ask: Callable[..., Any]) -> Callable[..., Any]:
+def poison_after_fork(ask: Callable[..., Any]) -> Callable[..., Any]:
     def asked(*arguments: Any, **named: Any) -> Any:
         global _owner
         if _owner and _owner != os.getpid():
-            raise RuntimeError(f"{REFUSED}; the parent process first used CUDA here:\n{first[0]}")
+            raise RuntimeError(f"{FORK_ERROR}; the parent process first used CUDA here:\n{first[0]}")
         if not _owner:
             _owner = os.getpid()
             first.append("".join(traceback.format_stack()[:-1]))
@@ -38,4 +38,4 @@ def poisoning(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     for name in QUESTIONS:
-        setattr(torch.cuda, name, poisoning(getattr(torch.cuda, name)))
+        setattr(torch.cuda, name, poison_after_fork(getattr(torch.cuda, name)))

@@ -21,7 +21,7 @@ from torch import Tensor
 from ringattn.comm import Fence, Message, Slots
 from ringattn.comm.transport import DONE, Edge
 from ringattn.ring import loop
-from ringattn.ring.buffers import BETWEEN, INSIDE, Key, Kind, RingCall, Tensors, chunks_of
+from ringattn.ring.buffers import INTER_NODE, INTRA_NODE, PostKey, RingCall, Tensors, TransferKind, split_heads
 from ringattn.ring.schedule.plan import HopMask, Plan
 from ringattn.ring.schedule.schedule import Schedule
 
@@ -31,35 +31,37 @@ Sizes = Sequence[tuple[int, int]]
 
 
 @dataclass(eq=False)
-class Group:
-    world: World
+class PostedGroup:
+    world: RendezvousWorld
     rank: int
     sends: list[Message]
     receives: list[Message]
     after: Sequence[Fence]
-    runs: bool = False
+    is_running: bool = False
 
     def done(self) -> bool:
-        return self.runs and not self.sends and not self.receives
+        return self.is_running and not self.sends and not self.receives
 
     def wait(self) -> None:
         self.world.wait(self)
 
     def start(self) -> None:
-        self.runs = True
+        self.is_running = True
         assert not any(x.isnan().any() for _, x in self.sends), "a tensor was sent before its data arrived"
         for _, x in self.receives:
             x.fill_(torch.nan)
 
 
-class World:
+class RendezvousWorld:
     """Queues of all ranks' posts, and the group that each rank waits for."""
 
     def __init__(self, size: int) -> None:
         self.running = size
         self.turn = threading.Condition()
-        self.queues = {(level, rank): deque[Group]() for level in (INSIDE, BETWEEN) for rank in range(size)}
-        self.waits: dict[int, Group] = {}
+        self.queues = {
+            (level, rank): deque[PostedGroup]() for level in (INTRA_NODE, INTER_NODE) for rank in range(size)
+        }
+        self.waits: dict[int, PostedGroup] = {}
         self.errors: list[BaseException] = []
 
     def run(self, body: Callable[[int], None]) -> None:
@@ -87,7 +89,7 @@ class World:
             raise self.errors[0]
         assert all(group.done() for queue in self.queues.values() for group in queue), "a message has no receiver"
 
-    def wait(self, group: Group) -> None:
+    def wait(self, group: PostedGroup) -> None:
         self.waits[group.rank] = group
         while not group.done():
             stuck = len(self.waits) == self.running and not any(wait.done() for wait in self.waits.values())
@@ -95,13 +97,13 @@ class World:
             self.turn.wait()
         del self.waits[group.rank]
 
-    def post(self, level: int, group: Group) -> None:
+    def post(self, level: int, group: PostedGroup) -> None:
         """Start every group that may run, and move every message whose two ends are running."""
         self.queues[level, group.rank].append(group)
         moved = True
         while moved:
             moved = False
-            running = {key: queue[0] for key, queue in self.queues.items() if self.runs(queue)}
+            running = {key: queue[0] for key, queue in self.queues.items() if self.first_runs(queue)}
             for (level, rank), source in running.items():
                 for message in [*source.sends]:
                     target = running.get((level, message.peer))
@@ -114,19 +116,19 @@ class World:
                         self.turn.notify_all()
 
     @staticmethod
-    def runs(queue: deque[Group]) -> bool:
+    def first_runs(queue: deque[PostedGroup]) -> bool:
         """Return True if the first unfinished group of the queue is running."""
         while queue and queue[0].done():
             queue.popleft()
-        if queue and not queue[0].runs and all(fence.done() for fence in queue[0].after):
+        if queue and not queue[0].is_running and all(fence.done() for fence in queue[0].after):
             queue[0].start()
-        return bool(queue) and queue[0].runs
+        return bool(queue) and queue[0].is_running
 
 
-class Level:
+class LevelTransport:
     """One rank's transport of one level, with the methods that the loop calls."""
 
-    def __init__(self, world: World, level: int, rank: int, edges: Sequence[Edge]) -> None:
+    def __init__(self, world: RendezvousWorld, level: int, rank: int, edges: Sequence[Edge]) -> None:
         self.world, self.level, self.rank = world, level, rank
         self.peers = {to for source, to in edges if source == rank}
 
@@ -135,13 +137,13 @@ class Level:
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence]) -> Fence:
         assert {peer for peer, _ in sends} <= self.peers, "a send uses an edge that was not opened"
-        group = Group(self.world, self.rank, [*sends], [*receives], after)
+        group = PostedGroup(self.world, self.rank, [*sends], [*receives], after)
         self.world.post(self.level, group)
         return group
 
 
 @dataclass
-class Rank:
+class RecordingRank:
     """One rank that records its work; it is the backend of all chunks and gets hops in place of bounds."""
 
     rank: int
@@ -150,14 +152,20 @@ class Rank:
     dkdv_of_own: list[Counter[int]] = field(default_factory=list)
     """Per chunk, the ranks that added to dK/dV of this rank's shard."""
     lines: list[str] = field(default_factory=list)  # log of posts and launches as text
-    posts: list[tuple[Key, list[int], list[int]]] = field(default_factory=list)
+    posts: list[tuple[PostKey, list[int], list[int]]] = field(default_factory=list)
     """Every post: its key, the peers sent to and the peers received from."""
 
     def posted(self, key: Any, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
         assert not self.posts or self.posts[-1][0] < key, f"{key} is posted out of the order of keys"
-        what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.DKV: "dK/dV", Kind.RETURN: "dK/dV by rail"}
+        what = {
+            TransferKind.RAIL: f"K/V {key.payload_hop} by rail",
+            TransferKind.DKV: "dK/dV",
+            TransferKind.RETURN: "dK/dV by rail",
+        }
         chunk = f" chunk {key.chunk}" if key.chunk else ""
-        self.lines.append(f"post {what.get(key.kind, f'K/V {key.brings}')}{chunk}: {len(sent)} out, {len(received)} in")
+        self.lines.append(
+            f"post {what.get(key.kind, f'K/V {key.payload_hop}')}{chunk}: {len(sent)} out, {len(received)} in"
+        )
         self.posts.append((key, [peer for peer, _ in sent], [peer for peer, _ in received]))
 
     def compute(self, what: str, k: Tensor, v: Tensor, hop: Any, after: str) -> None:
@@ -191,7 +199,7 @@ class Rank:
         self.dkdv_of_own = [Counter({rank: count for rank, count in chunk if count}) for chunk in counts]
 
 
-def steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
+def plan_steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
     """Return a plan of one-token shards whose masks are the hops themselves."""
     hops = plan.hops(rank)
     masks = [
@@ -204,36 +212,36 @@ def steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
         inner=plan.inner,
         hop_masks=tuple(masks),
         lengths=(1,) * len(hops),
-        longest=1,
+        max_shard_keys=1,
         send_index=None,
-        last=max((hop.index for hop in hops if hop.computes), default=0),
+        last_launch_hop=max((hop.index for hop in hops if hop.computes), default=0),
         slots=plan.slots,
         edges=((), ()),
         returns_early=plan.returns_early,
         dkv_returns={
-            root.index + active_end(plan, root.shard, root.index): root
+            root.index + last_use_distance(plan, root.shard, root.index): root
             for root in hops[:: plan.inner]
             if root.dkv_from is not None
         },
     )
 
 
-def active_end(plan: Schedule, shard: int, begin: int) -> int:
+def last_use_distance(plan: Schedule, shard: int, begin: int) -> int:
     """Return the last inner step, counted from its root at hop ``begin``, that computes with a shard."""
     return max(step for step in range(plan.inner) if not step or plan.active[shard][begin + step])
 
 
-def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1, parts: int = 1) -> list[Rank]:
+def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1, parts: int = 1) -> list[RecordingRank]:
     """Run a forward or a backward on all ranks, with ``parts`` mask parts per hop, and check the posts."""
-    world, ranks = World(plan.world), [Rank(rank) for rank in range(plan.world)]
+    world, ranks = RendezvousWorld(plan.world), [RecordingRank(rank) for rank in range(plan.world)]
 
     def run_rank(rank: int) -> None:
-        own_plan = steps(plan, rank, parts)
-        transports: Any = tuple(Level(world, level, rank, edges) for level, edges in enumerate(plan.edges))
+        own_plan = plan_steps(plan, rank, parts)
+        transports: Any = tuple(LevelTransport(world, level, rank, edges) for level, edges in enumerate(plan.edges))
         call = RingCall(
             plan=own_plan, phase=phase, transports=transports, kv_slots=Slots(own_plan.kv_slots * chunks, CPU),
-            dkv_slots=Slots(own_plan.dkv_slots * chunks, CPU), span=lambda kind, hop: nullcontext(),
-            chunks=chunks_of(chunks, chunks, chunks), prefetch=prefetch, posted=ranks[rank].posted,
+            dkv_slots=Slots(own_plan.dkv_slots * chunks, CPU), record_span=lambda kind, hop: nullcontext(),
+            chunks=split_heads(chunks, chunks, chunks), prefetch=prefetch, on_post=ranks[rank].posted,
         )  # fmt: skip
         ranks[rank].run(call, plan.world)
 
@@ -245,5 +253,5 @@ def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1,
     return ranks
 
 
-def gathered(ranks: Sequence[Rank], what: str) -> Pairs:
+def computed_pairs(ranks: Sequence[RecordingRank], what: str) -> Pairs:
     return [pair for rank in ranks for pair in rank.done[what]]

@@ -89,7 +89,7 @@ def write(folder: Path, **files: object) -> Path:
     return folder
 
 
-def everything() -> dict[str, Any]:
+def all_result_files() -> dict[str, Any]:
     """Return one result file of every kind."""
     return {
         "results": suite(),
@@ -106,14 +106,16 @@ KEPT_KEYS = ("schema", "ph", "state", "source", "layout", "units", "unit")
 KEPT_VALUES = ("process_name", "thread_name", "compute", "wait", "send", "receive", "slot 1")
 
 
-def tainted(data: Any, key: str = "") -> Any:
+def taint_strings(data: Any, key: str = "") -> Any:
     """Append a hostile suffix to every string, and to the keys of the provenance."""
     if isinstance(data, dict):
         if key in KEPT_KEYS:
             return data
-        return {name + HOSTILE * (key in ("versions", "cpu")): tainted(value, name) for name, value in data.items()}
+        return {
+            name + HOSTILE * (key in ("versions", "cpu")): taint_strings(value, name) for name, value in data.items()
+        }
     if isinstance(data, list):
-        return [tainted(value, key) for value in data]
+        return [taint_strings(value, key) for value in data]
     if isinstance(data, str) and key not in KEPT_KEYS and data not in KEPT_VALUES:
         return data + HOSTILE
     return data

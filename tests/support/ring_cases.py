@@ -57,11 +57,13 @@ def run_ring(
         **call: arguments of ``ring_attention``.
     """
     with LocalWorld(layout.world) as world:
-        parts = world.run(lambda group: rank_part(layout, whole, group, group.rank(), ring=ring, calls=calls, **call))
-    return together(layout, parts)
+        parts = world.run(
+            lambda group: run_rank_of_ring(layout, whole, group, group.rank(), ring=ring, calls=calls, **call)
+        )
+    return join_results(layout, parts)
 
 
-def rank_part(
+def run_rank_of_ring(
     layout: Layout, whole: dict[str, Tensor], group: GroupLike, rank: int, *, ring: Mapping[str, Any] | None = None,
     calls: int = 1, device: torch.device = CPU, mesh: GroupLike = None, **call: Any,
 ) -> list[Tensor]:  # fmt: skip
@@ -78,7 +80,7 @@ def rank_part(
         return [x.cpu() for x in results]
 
 
-def together(layout: Layout, parts: Sequence[Sequence[Tensor]]) -> Results:
+def join_results(layout: Layout, parts: Sequence[Sequence[Tensor]]) -> Results:
     joined = enumerate(zip(*parts, strict=True))
     return Results(*(layout.unshard(shards, 2 if i == 1 else 1) for i, shards in joined))
 

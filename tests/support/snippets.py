@@ -29,7 +29,7 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not {".venv", ".tox", "build", "node_modules"} & {*path.relative_to(ROOT).parts}
 )
-DATED = {"LOG.md"}  # dated logs, which keep the file names and commands of their time
+DATED_PAGES = {"LOG.md"}  # dated logs, which keep the file names and commands of their time
 
 LANGUAGES = {"python", "sh", "console", "json", "c", "text"}
 """Languages of fences; ``console`` is a command after ``$`` with its output, ``text`` is no code."""
@@ -114,7 +114,7 @@ def commands() -> Iterator[Command]:
                 for part in line.removeprefix("$ ").split(" && "):
                     yield Command(snippet.page, snippet.line, part, fenced=True)
     for path in PAGES:
-        if path.name in DATED:
+        if path.name in DATED_PAGES:
             continue
         page = str(path.relative_to(ROOT))
         _, lines = parse(page, path.read_text())
@@ -142,7 +142,7 @@ def own_arguments(command: str) -> list[str] | None:
 
 
 @dataclass(frozen=True)
-class Setup:
+class SectionSetup:
     """The names that a section assumes, and the ranks it runs on."""
 
     names: Callable[[GroupLike], Any]  # context manager that yields the names on every rank
@@ -153,18 +153,18 @@ class Setup:
 
 
 @contextmanager
-def nothing(group: GroupLike) -> Iterator[dict[str, Any]]:
+def provide_nothing(group: GroupLike) -> Iterator[dict[str, Any]]:
     yield {}
 
 
 @contextmanager
-def registers_counting(group: GroupLike) -> Iterator[dict[str, Any]]:
+def provide_counting_transport(group: GroupLike) -> Iterator[dict[str, Any]]:
     yield {}
     unregister_transport("counting")
 
 
 @contextmanager
-def attention(group: GroupLike) -> Iterator[dict[str, Any]]:
+def provide_qkv(group: GroupLike) -> Iterator[dict[str, Any]]:
     from ringattn import ring_attention
 
     q, k, v = (torch.randn(1, 16, heads, 16, requires_grad=True) for heads in (8, 4, 4))
@@ -172,19 +172,19 @@ def attention(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def a_model(group: GroupLike) -> Iterator[dict[str, Any]]:
+def provide_model(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield a tiny Llama in a folder, and a batch."""
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM, Trainer
 
     from ringattn.integrations.transformers import register, shard_batch, sharded
 
-    from .hf_models import ids_of, model_of
+    from .hf_models import build_model, token_ids
 
     with TemporaryDirectory() as name:
-        model = model_of("llama")
+        model = build_model("llama")
         model.save_pretrained(name)
-        ids = ids_of()[:, :40]  # a zigzag layout of two ranks divides 40 tokens evenly
+        ids = token_ids()[:, :40]  # a zigzag layout of two ranks divides 40 tokens evenly
         batch = {"input_ids": ids, "labels": ids}
         yield {
             "name": name, "model": model, "batch": batch, "group": group, "AutoModelForCausalLM": AutoModelForCausalLM,
@@ -194,24 +194,24 @@ def a_model(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def readme(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield the names of `a_model`, for a script."""
-    with a_model(group) as names:
+def provide_readme(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield the names of `provide_model`, for a script."""
+    with provide_model(group) as names:
         yield names | {"__name__": "__main__"}
 
 
 @contextmanager
-def accelerated(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield the names of `a_model`, with accelerate's mesh of the processes."""
+def provide_accelerate(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield the names of `provide_model`, with accelerate's mesh of the processes."""
     from accelerate.utils import ParallelismConfig
 
-    with a_model(group) as names:
+    with provide_model(group) as names:
         mesh = ParallelismConfig(cp_size=2).get_device_mesh("cpu")
         yield names | {"accelerator": SimpleNamespace(torch_device_mesh=mesh)}
 
 
 @contextmanager
-def of_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
+def provide_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
@@ -224,7 +224,7 @@ def of_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def of_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
+def provide_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
     def model(tokens: torch.Tensor) -> torch.Tensor:
         x = tokens.view(1, 1, -1, 1).expand(-1, 4, -1, 16).float().requires_grad_()
         return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -233,7 +233,7 @@ def of_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def adapters(group: GroupLike) -> Iterator[dict[str, Any]]:
+def provide_documents(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield document boundaries, and restore ``flash_attention_2`` afterwards."""
     import transformers
 
@@ -247,7 +247,7 @@ def adapters(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def of_lucidrains(group: GroupLike) -> Iterator[dict[str, Any]]:
+def provide_lucidrains(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield nothing, and restore lucidrains' module afterwards."""
     import ring_attention_pytorch.ring_attention as theirs
 
@@ -256,7 +256,7 @@ def of_lucidrains(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def the_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
+def provide_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield every public name of the kernels, tensors, and the keys in two shards."""
     from ringattn import kernels
     from ringattn.kernels import FULL, KernelConfig
@@ -272,7 +272,7 @@ def the_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def of_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
+def provide_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield the sizes, the device and the group of a ring."""
     from ringattn import Ring, autotune, kernels
 
@@ -283,28 +283,28 @@ def of_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 
 SETUPS = {
-    "README.md#example": Setup(readme),
-    "docs/ring.md#configure-a-ring": Setup(attention, virtual=8, replaced=("Limits(ctas=16)", "Limits()")),
-    "docs/ring.md#bring-your-own-transport": Setup(registers_counting),
-    "docs/ring.md#ulysses-x-ring": Setup(attention, processes=8, replaced=('"cuda"', '"cpu"'), nightly=True),
-    "docs/integrations.md#hugging-face-transformers": Setup(a_model),
-    "docs/integrations.md#trainer": Setup(a_model),
-    "docs/integrations.md#accelerate": Setup(accelerated, processes=2, nightly=True),
-    "docs/integrations.md#diffusers": Setup(of_diffusers, processes=4, nightly=True),
-    "docs/integrations.md#pytorchs-scaled_dot_product_attention": Setup(of_sdpa, virtual=2),
-    "docs/integrations.md#adapter-for-hugging-face": Setup(adapters, virtual=2),
-    "docs/integrations.md#ring-attention-pytorch": Setup(of_lucidrains, nightly=True),
-    "docs/integrations.md#megatron-core": Setup(nothing, nightly=True),
-    "kernels/README.md#entries": Setup(the_kernels),
-    "kernels/README.md#state-attention-over-several-shards": Setup(the_kernels),
-    "kernels/README.md#fp8-keys-and-values": Setup(the_kernels),
-    "autotune/README.md#tune-a-ring---ring": Setup(of_tuning, virtual=2),
+    "README.md#example": SectionSetup(provide_readme),
+    "docs/ring.md#configure-a-ring": SectionSetup(provide_qkv, virtual=8, replaced=("Limits(ctas=16)", "Limits()")),
+    "docs/ring.md#bring-your-own-transport": SectionSetup(provide_counting_transport),
+    "docs/ring.md#ulysses-x-ring": SectionSetup(provide_qkv, processes=8, replaced=('"cuda"', '"cpu"'), nightly=True),
+    "docs/integrations.md#hugging-face-transformers": SectionSetup(provide_model),
+    "docs/integrations.md#trainer": SectionSetup(provide_model),
+    "docs/integrations.md#accelerate": SectionSetup(provide_accelerate, processes=2, nightly=True),
+    "docs/integrations.md#diffusers": SectionSetup(provide_diffusers, processes=4, nightly=True),
+    "docs/integrations.md#pytorchs-scaled_dot_product_attention": SectionSetup(provide_sdpa, virtual=2),
+    "docs/integrations.md#adapter-for-hugging-face": SectionSetup(provide_documents, virtual=2),
+    "docs/integrations.md#ring-attention-pytorch": SectionSetup(provide_lucidrains, nightly=True),
+    "docs/integrations.md#megatron-core": SectionSetup(provide_nothing, nightly=True),
+    "kernels/README.md#entries": SectionSetup(provide_kernels),
+    "kernels/README.md#state-attention-over-several-shards": SectionSetup(provide_kernels),
+    "kernels/README.md#fp8-keys-and-values": SectionSetup(provide_kernels),
+    "autotune/README.md#tune-a-ring---ring": SectionSetup(provide_tuning, virtual=2),
 }
 
 
 def execute(key: str, group: GroupLike = None) -> dict[str, Any]:
     """Run the Python of a section on this rank and return its names."""
-    setup = SETUPS.get(key, Setup(nothing))
+    setup = SETUPS.get(key, SectionSetup(provide_nothing))
     source, instead = setup.replaced
     assert source in "".join(snippet.text for snippet in python_sections()[key])
     names: dict[str, Any]

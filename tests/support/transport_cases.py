@@ -13,14 +13,33 @@ import pytest
 import torch
 
 from ringattn.comm import DONE, Edge, Fence, LocalGroup, LocalWorld, Message, Transport, TransportError, testing
-from ringattn.comm.testing import HOST_CASES, LARGE, Calling, Case, filled, neighbours, until, values
+from ringattn.comm.testing import (
+    HOST_CASES,
+    LARGE_BYTES,
+    CallbackFence,
+    Case,
+    constant_tensor,
+    distinct_values,
+    ring_neighbours,
+    wait_until,
+)
 
-__all__ = ["HANGS", "HOST_CASES", "LARGE", "Calling", "Case", "filled", "neighbours", "until", "values"]
+__all__ = [
+    "HANGS",
+    "HOST_CASES",
+    "LARGE_BYTES",
+    "CallbackFence",
+    "Case",
+    "constant_tensor",
+    "distinct_values",
+    "ring_neighbours",
+    "wait_until",
+]
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
 # Seconds until a wait counts as a hang. Mutation runs set a smaller value, because mutants do hang.
-HANGS = float(os.environ.get("RINGATTN_TEST_HANGS", testing.HANGS))
+HANGS = float(os.environ.get("RINGATTN_TEST_HANGS", testing.HANG_SECONDS))
 
 
 def on_ranks(size: int, fn: Callable[[LocalGroup], T]) -> list[T]:
@@ -28,7 +47,7 @@ def on_ranks(size: int, fn: Callable[[LocalGroup], T]) -> list[T]:
         return world.run(fn)
 
 
-def counting(transport: Transport) -> list[list[Message]]:
+def record_sends(transport: Transport) -> list[list[Message]]:
     """Return a list that records the sends of every later post."""
     posted: list[list[Message]] = []
     post = transport.post
@@ -42,7 +61,7 @@ def counting(transport: Transport) -> list[list[Message]]:
 
 
 def edges_are_warmed_up_once(transport: Transport, device: torch.device) -> None:
-    ranks, posted = range(transport.size), counting(transport)
+    ranks, posted = range(transport.size), record_sends(transport)
     everything: list[Edge] = list(itertools.permutations(ranks, 2)) + [(rank, rank) for rank in ranks]
     transport.warm_up([(0, transport.size - 1)] * 2)
     first = len([message for sends in posted for message in sends])
@@ -78,11 +97,11 @@ def a_warm_up_names_wrong_bytes_everywhere(transport: Transport, device: torch.d
         transport.warm_up([(0, 0)])
 
 
-BESIDE = edges_are_warmed_up_once, a_warm_up_names_wrong_bytes_everywhere
-CASES: dict[str, Case] = {case.__name__: case for case in BESIDE} | testing.CASES
+BASE_CASES = edges_are_warmed_up_once, a_warm_up_names_wrong_bytes_everywhere
+CASES: dict[str, Case] = {case.__name__: case for case in BASE_CASES} | testing.CASES
 
 
-def traceback_of(function: Callable[..., None], *arguments: object) -> str:
+def error_traceback(function: Callable[..., None], *arguments: object) -> str:
     try:
         function(*arguments)
     except BaseException:

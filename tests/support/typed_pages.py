@@ -10,7 +10,7 @@ from mypy import api
 
 from .snippets import ROOT, snippets
 
-GIVEN = """from typing import Any
+PAGE_PRELUDE = """from typing import Any
 
 import torch
 from ringattn import ring_attention
@@ -30,7 +30,12 @@ tokens: Any
 """Names that a block of a page may assume."""
 
 
-OF_USERS = ("--allow-untyped-defs", "--allow-untyped-calls", "--allow-incomplete-defs", "--allow-subclassing-any")
+USER_MYPY_FLAGS = (
+    "--allow-untyped-defs",
+    "--allow-untyped-calls",
+    "--allow-incomplete-defs",
+    "--allow-subclassing-any",
+)
 """Relaxations of strict mode for readers' own functions and classes."""
 
 
@@ -39,8 +44,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for snippet in snippets():
             if snippet.language == "python" and (snippet.page == "README.md" or snippet.page.startswith("docs/")):
-                (Path(folder) / f"{Path(snippet.page).stem}_{snippet.line}.py").write_text(GIVEN + snippet.text)
-        output, trouble, code = api.run(["--config-file", str(ROOT / "pyproject.toml"), *OF_USERS, folder])
+                (Path(folder) / f"{Path(snippet.page).stem}_{snippet.line}.py").write_text(PAGE_PRELUDE + snippet.text)
+        output, trouble, code = api.run(["--config-file", str(ROOT / "pyproject.toml"), *USER_MYPY_FLAGS, folder])
     print(output, trouble, end="")
     return code
 

@@ -13,8 +13,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ringattn.comm import DONE, TransportError
-from ringattn.comm.control import Control, Scope
-from ringattn.comm.watchdog.watch import FailTogether, Watch
+from ringattn.comm.control import Control, KeyScope
+from ringattn.comm.watchdog.watch import FailureGroup, Watch
 
 from .transport_cases import HANGS
 
@@ -28,28 +28,28 @@ class MemoryConnection:
 
     def __init__(self, store: Any) -> None:
         self.store = store
-        self.scopes: defaultdict[str, Scope] = defaultdict(Scope)
+        self.scopes: defaultdict[str, KeyScope] = defaultdict(KeyScope)
         self.published: set[str] = set()
         self.problem: str | None = None
         self.asked = 0
 
-    def ask(self, do: Callable[[Any], T], timeout: float) -> T:
+    def call_store(self, do: Callable[[Any], T], timeout: float) -> T:
         self.asked += 1
         if self.problem is not None:
             raise TransportError(self.problem)
         return do(self.store)
 
-    def tell(self, do: Callable[[Any], object]) -> None:
+    def enqueue(self, do: Callable[[Any], object]) -> None:
         do(self.store)
 
-    def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
+    def find_dead_peer(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
         return None
 
     def close(self) -> None:
         """Keep the store open."""
 
 
-class Unconfirmed:
+class LaggingStore:
     """A store that applies a set only before its next other request, as a TCPStore may."""
 
     def __init__(self, store: Any) -> None:
@@ -64,12 +64,12 @@ class Unconfirmed:
         return getattr(self._store, name)
 
 
-def controls(size: int, patience: float = HANGS) -> list[Control]:
+def memory_controls(size: int, patience: float = HANGS) -> list[Control]:
     store = HashStore()
     return [Control(MemoryConnection(store), rank, size, "test/", patience) for rank in range(size)]
 
 
-def on_all(ranks: Sequence[T], fn: Callable[[T], Any]) -> list[Any]:
+def run_on_all(ranks: Sequence[T], fn: Callable[[T], Any]) -> list[Any]:
     """Return the results or errors of ``fn`` for every rank, computed concurrently."""
 
     def call(rank: T) -> Any:
@@ -82,7 +82,7 @@ def on_all(ranks: Sequence[T], fn: Callable[[T], Any]) -> list[Any]:
         return list(pool.map(call, ranks))
 
 
-class Transfer:
+class ManualTransfer:
     """A fence that is done when the test says so."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Transfer:
         self.over, self.problem = True, problem
 
 
-class Aborted:
+class AbortRecorder:
     """A transport that records only its aborts."""
 
     def __init__(self) -> None:
@@ -114,16 +114,16 @@ class Aborted:
         self.reasons.append(reason)
 
 
-class Ranks:
+class WatchedRanks:
     """Watches of all ranks of a ring, ticked by the test; ``rings`` fails together with rank ``place``."""
 
     def __init__(
         self, size: int, *, deadline: float | None = 3.0, patience: float = HANGS, fatal: bool = False,
-        rings: FailTogether | None = None, place: int = 0, names: Sequence[int] | None = None,
+        rings: FailureGroup | None = None, place: int = 0, names: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        self.transports = [Aborted() for _ in range(size)]
+        self.transports = [AbortRecorder() for _ in range(size)]
         self.ended: list[tuple[int, str]] = []
-        self.controls = controls(size, patience)
+        self.controls = memory_controls(size, patience)
         for control in self.controls:
             control.names = names or control.names
         self.watches = [
@@ -132,8 +132,8 @@ class Ranks:
                 deadline=deadline,
                 device=torch.device("cpu"),
                 transports=lambda transport=transport: [transport],  # type: ignore[misc]
-                fatal=(lambda text, rank=control.rank: self.ended.append((rank, text))) if fatal else None,  # type: ignore[misc]
-                rings=rings if control.rank == place else None,
+                on_fatal=(lambda text, rank=control.rank: self.ended.append((rank, text))) if fatal else None,  # type: ignore[misc]
+                failure_group=rings if control.rank == place else None,
             )
             for control, transport in zip(self.controls, self.transports, strict=True)
         ]
@@ -149,17 +149,17 @@ class Ranks:
         return connection
 
 
-class Clock:
+class ManualClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1e6
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
-def running(size: int, **options: object) -> tuple[Ranks, list[Transfer]]:
+def ranks_in_first_hop(size: int, **options: object) -> tuple[WatchedRanks, list[ManualTransfer]]:
     """Return ranks in the first hop of a forward, each with a transfer from the previous and to the next rank."""
-    ranks = Ranks(size, **options)  # type: ignore[arg-type]
-    fences = [Transfer() for _ in range(size)]
+    ranks = WatchedRanks(size, **options)  # type: ignore[arg-type]
+    fences = [ManualTransfer() for _ in range(size)]
     for rank, (watch, fence) in enumerate(zip(ranks.watches, fences, strict=True)):
-        watch.begin("forward")
-        watch.posted("forward hop 1: K/V", fence, [DONE], [((rank + 1) % size, 64)], [((rank - 1) % size, 64)])
+        watch.begin_loop("forward")
+        watch.add_post("forward hop 1: K/V", fence, [DONE], [((rank + 1) % size, 64)], [((rank - 1) % size, 64)])
     return ranks, fences

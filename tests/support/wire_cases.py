@@ -12,18 +12,18 @@ from ringattn.reference import fp8
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def codes_for(x: Tensor) -> tuple[Tensor, Tensor]:
+def poisoned_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return poisoned buffers for the codes and scales of ``x``."""
     codes = torch.full(x.shape, 0x55, dtype=torch.uint8).view(torch.float8_e4m3fn)
     return codes, torch.full(scale_shape(tuple(x.shape)), torch.nan)
 
 
-def wide(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def wide_range_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return values of random sign over many powers of two: normal and subnormal codes, and some that round to zero."""
     return (torch.randn(shape) * torch.exp2(torch.randint(-14, 8, shape))).to(dtype)
 
 
-def bits(x: Tensor) -> Tensor:
+def comparable_bits(x: Tensor) -> Tensor:
     """Return integers that are equal if two results are bitwise equal; all NaNs compare equal."""
     if x.dtype == torch.float8_e4m3fn:
         return x.view(torch.uint8)
@@ -33,28 +33,28 @@ def bits(x: Tensor) -> Tensor:
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for actual, wanted in zip(got, expected, strict=True):
         assert actual.dtype == wanted.dtype
-        assert torch.equal(bits(actual), bits(wanted))
+        assert torch.equal(comparable_bits(actual), comparable_bits(wanted))
 
 
-def allowed(x: Tensor, scale: Tensor) -> Tensor:
+def wire_error_bound(x: Tensor, scale: Tensor) -> Tensor:
     """Return the largest allowed difference between ``x`` and its decoded value.
 
     The bound is half a step of e4m3 at ``|x| / scale``, plus ``2^-16`` of that for four fp32 roundings (scale, inverse
     and two products: ``4 * 2^-24`` of a value of at most 32 half steps), plus the rounding to the dtype.
     """
-    exact, scales = x.to(torch.float64), fp8.per_token(scale.to(torch.float64), x.shape[1], SCALE_TOKENS)
-    steps = fp8.half_step(exact / scales) * scales * (1 + 2**-16)
+    exact, scales = x.to(torch.float64), fp8.scale_per_token(scale.to(torch.float64), x.shape[1], SCALE_TOKENS)
+    steps = fp8.max_rounding_error(exact / scales) * scales * (1 + 2**-16)
     info = torch.finfo(x.dtype)
     rounding = info.eps / 2 * (exact.abs() + steps) + info.tiny * info.eps / 2  # half a subnormal at least
     return steps + rounding
 
 
 def assert_within_bound(x: Tensor, back: Tensor, scale: Tensor) -> None:
-    """Check that exactly the non-finite values of ``x`` are NaN, and that the others are within :func:`allowed`."""
+    """Check that exactly the non-finite values of ``x`` are NaN, and that the others are within :func:`wire_error_bound`."""
     finite = x.isfinite()
     assert torch.equal(back.isnan(), ~finite)
     error = (back.to(torch.float64) - x.to(torch.float64)).abs()
-    over = (error > allowed(x, scale)) & finite
+    over = (error > wire_error_bound(x, scale)) & finite
     assert not over.any(), f"{int(over.sum())} elements, worst {x[over][0]} came back as {back[over][0]}"
 
 

@@ -16,10 +16,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 from ringattn.bench import cli
-from ringattn.bench.common.launching import launch
-from ringattn.bench.common.ranks import member
-from ringattn.bench.common.result import read
-from ringattn.bench.links.runs import Ends
+from ringattn.bench.common.launching import launch_processes
+from ringattn.bench.common.ranks import launched_rank
+from ringattn.bench.common.result import read_result
+from ringattn.bench.links.measure import RankTransfers
 from ringattn.comm import LocalTransport, TransportError, open_transports
 from ringattn.comm.topology import nvml
 from ringattn.comm.topology.nvml import DeviceInfo
@@ -60,7 +60,7 @@ def run(*arguments: str) -> Result:
 
 def checks(target: Path) -> dict[str, str]:
     """Return the status and text of every check in the JSON."""
-    return {row["check"]: f"{row['status']} {row['found']}" for row in read(target).rows}
+    return {row["check"]: f"{row['status']} {row['found']}" for row in read_result(target).rows}
 
 
 def failing(target: Path, *arguments: str) -> dict[str, str]:
@@ -88,7 +88,7 @@ def test_a_healthy_machine_passes(target: Path) -> None:
 
 def read_back(path: Path) -> int:
     """Return the number of ranks in a result without failures."""
-    result = read(path)
+    result = read_result(path)
     assert result.case == "doctor" and result.failed == [] and result.notes[-1].startswith("no problems found: ")
     assert result.provenance["device"] == "cpu"
     return sum(map(len, result.provenance["ring"]["nodes"]))
@@ -97,13 +97,13 @@ def read_back(path: Path) -> int:
 def in_a_launcher(*arguments: str) -> tuple[int, str]:
     """Run the command on one of a launcher's ranks and return its exit code and output."""
     result = run(*arguments)
-    if member().rank != 0:  # type: ignore[union-attr]
+    if launched_rank().rank != 0:  # type: ignore[union-attr]
         assert result.stdout == ""
     return result.exit_code, result.stdout
 
 
 def test_processes(target: Path) -> None:
-    code, output = launch(2, in_a_launcher, "--json", str(target))
+    code, output = launch_processes(2, in_a_launcher, "--json", str(target))
     assert code == 0, output
     rows = checks(target)
     assert rows["transport process_group"] == "ok patterned bytes over 2 edges"
@@ -115,7 +115,7 @@ def test_processes(target: Path) -> None:
 
 def test_two_nodes(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     ring = ring_topology([*cpus("a", 2), *cpus("b", 2)])
-    monkeypatch.setattr(doctor_ring, "discover", lambda control, device: ring)
+    monkeypatch.setattr(doctor_ring, "discover_topology", lambda control, device: ring)
     assert run("--json", str(target)).exit_code == 0
     rows = checks(target)
     assert rows["ring order"].startswith("ok two-level ring of 4 ranks, 2 nodes of 2")
@@ -160,10 +160,10 @@ def test_a_corrupting_edge_is_named(edge: tuple[int, int], monkeypatch: pytest.M
     rows = failing(target)
     assert f"rank {edge[1]} got 1 wrong bytes of 4096 from rank {edge[0]}" in rows["transport local"]
     assert "GB/s local" not in rows
-    *_, first, todo = read(target).notes
+    *_, first, todo = read_result(target).notes
     assert first.startswith("first failure: transport local: ")
     assert todo.startswith("what to do: check the link between the ranks")
-    assert read(target).failed[0].startswith("transport local: ")
+    assert read_result(target).failed[0].startswith("transport local: ")
 
 
 def test_an_edge_that_corrupts_only_large_messages_is_named(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
@@ -176,7 +176,7 @@ def test_an_edge_that_corrupts_only_large_messages_is_named(monkeypatch: pytest.
 def test_a_slow_edge_fails(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     # The CPU carries far less than NVLink, so every edge counts as slow.
     ring = ring_topology([replace(place, unknown=None) for place in hgx("a")[:2]])
-    monkeypatch.setattr(doctor_ring, "discover", lambda control, device: ring)
+    monkeypatch.setattr(doctor_ring, "discover_topology", lambda control, device: ring)
     slow = failing(target, "--world", "2")["GB/s local"]
     assert slow.startswith("FAIL 0->1 ") and " of 380 expected" in slow
 
@@ -192,9 +192,9 @@ def test_the_slower_end_of_an_edge_counts(
         speed = 380e9 * (share if ends._transport.rank else 1.0)
         clock.now = getattr(clock, "now", 0.0) + count * 4096 / speed
 
-    monkeypatch.setattr(doctor_ring, "discover", lambda control, device: ring)
+    monkeypatch.setattr(doctor_ring, "discover_topology", lambda control, device: ring)
     monkeypatch.setattr(doctor_ring, "time", SimpleNamespace(perf_counter=lambda: getattr(clock, "now", 0.0)))
-    monkeypatch.setattr(Ends, "run", run_ends)
+    monkeypatch.setattr(RankTransfers, "run", run_ends)
     run("--json", str(target), "--world", "2")
     assert checks(target)["GB/s local"].startswith(status)
 
@@ -237,7 +237,7 @@ def test_a_rank_that_does_not_answer_fails(monkeypatch: pytest.MonkeyPatch, targ
     def silent(control: object, device: object) -> Topology:
         raise TransportError("the devices of the ranks: no answer from rank 1 within 300 s")
 
-    monkeypatch.setattr(doctor_ring, "discover", silent)
+    monkeypatch.setattr(doctor_ring, "discover_topology", silent)
     assert "no answer from rank 1" in failing(target, "--world", "2")["all ranks answer"]
 
 
@@ -257,11 +257,11 @@ def test_two_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert [*map(str, loaded_libraries(MAPS))] == ["/venv/nvidia/nccl/lib/libnccl.so.2"]
     maps = tmp_path / "maps"
     maps.write_text(MAPS + "7f8-7f9 r-xp 00000000 08:01 14 /usr/lib/my folder/libnccl.so.2.27.3 (deleted)\n")
-    monkeypatch.setattr(nccl, "MAPS", maps)
+    monkeypatch.setattr(nccl, "MAPS_FILE", maps)
     row = failing(target, "--world", "2")["libnccl"]
     assert row.startswith("FAIL rank 0 has 2 loaded: /venv/nvidia/nccl/lib/libnccl.so.2 (unknown version")
     assert "/usr/lib/my folder/libnccl.so.2.27.3 (deleted)" in row
-    assert read(target).notes[-1].startswith("what to do: keep one")
+    assert read_result(target).notes[-1].startswith("what to do: keep one")
 
 
 TORCH_14 = {**HEALTHY, "versions": {**HEALTHY["versions"], "torch": "2.14", "driver": "570"}}  # type: ignore[dict-item]
@@ -276,25 +276,25 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
 
 
 @pytest.mark.parametrize(("finding", "status", "text"), [
-    (machine.versions([HEALTHY, HEALTHY]), OK, "torch 2.13, triton 3.7, driver 580, Python 3.11"),
-    (machine.versions([HEALTHY, HEALTHY, TORCH_14]), FAIL, "torch ranks 0 and 1: 2.13; rank 2: 2.14"),
-    (machine.versions([HEALTHY, TRITON_38]), FAIL, "rank 1: 3.8"),
-    (machine.libraries([HEALTHY, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
-    (machine.libraries([NO_NCCL], on_gpu=False), SKIPPED, "none is loaded: nothing on a CPU loads it"),
-    (machine.cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "no transport nccl: rank 1: no CuPy"),
-    (machine.gpus(hgx("a"), on_gpu=True), OK, "8 x H100, matched with NVML by UUID"),
-    (machine.gpus([hgx("a")[0]] * 2 + hgx("a")[1:2], on_gpu=True), OK, "; ranks 0 and 1 share one"),
-    (machine.gpus(unknown_gpu(UNKNOWN), on_gpu=True), FAIL, f"rank 1: {UNKNOWN}"),
-    (machine.gpus(unknown_gpu("no pynvml"), on_gpu=True), SKIPPED, "rank 1: no pynvml"),
-    (machine.links(hgx("a") + hgx("b")), OK, "56 pairs by NVLink 4 x18 switch; PCIe slots of 64 GB/s nominal"),
-    (machine.nics(cpus("a", 2)), SKIPPED, "/sys shows none"),
-    (machine.nics(hgx("a") + hgx("b", adapters=2)), OK, ", one of 2 kinds of hosts"),
+    (machine.check_versions([HEALTHY, HEALTHY]), OK, "torch 2.13, triton 3.7, driver 580, Python 3.11"),
+    (machine.check_versions([HEALTHY, HEALTHY, TORCH_14]), FAIL, "torch ranks 0 and 1: 2.13; rank 2: 2.14"),
+    (machine.check_versions([HEALTHY, TRITON_38]), FAIL, "rank 1: 3.8"),
+    (machine.check_libraries([HEALTHY, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
+    (machine.check_libraries([NO_NCCL], on_gpu=False), SKIPPED, "none is loaded: nothing on a CPU loads it"),
+    (machine.check_cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "no transport nccl: rank 1: no CuPy"),
+    (machine.check_gpus(hgx("a"), on_gpu=True), OK, "8 x H100, matched with NVML by UUID"),
+    (machine.check_gpus([hgx("a")[0]] * 2 + hgx("a")[1:2], on_gpu=True), OK, "; ranks 0 and 1 share one"),
+    (machine.check_gpus(unknown_gpu(UNKNOWN), on_gpu=True), FAIL, f"rank 1: {UNKNOWN}"),
+    (machine.check_gpus(unknown_gpu("no pynvml"), on_gpu=True), SKIPPED, "rank 1: no pynvml"),
+    (machine.check_links(hgx("a") + hgx("b")), OK, "56 pairs by NVLink 4 x18 switch; PCIe slots of 64 GB/s nominal"),
+    (machine.check_nics(cpus("a", 2)), SKIPPED, "/sys shows none"),
+    (machine.check_nics(hgx("a") + hgx("b", adapters=2)), OK, ", one of 2 kinds of hosts"),
     (
-        machine.settings([HEALTHY, {**HEALTHY, "settings": {"NCCL_ALGO": "Ring"}}, HEALTHY]), OK,
-        "NCCL_ALGO=ranks 0 and 2: unset; rank 1: Ring; " + machine.ORDERED,
+        machine.check_settings([HEALTHY, {**HEALTHY, "settings": {"NCCL_ALGO": "Ring"}}, HEALTHY]), OK,
+        "NCCL_ALGO=ranks 0 and 2: unset; rank 1: Ring; " + machine.ORDER_HINT,
     ),
-    (machine.settings([{**HEALTHY, "settings": {"NCCL_P2P_DISABLE": "0"}}]), OK, "NCCL_P2P_DISABLE=0; "),
-    (machine.settings([{**HEALTHY, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "NCCL_LAUNCH_ORDER_IMPLICIT=1"),
+    (machine.check_settings([{**HEALTHY, "settings": {"NCCL_P2P_DISABLE": "0"}}]), OK, "NCCL_P2P_DISABLE=0; "),
+    (machine.check_settings([{**HEALTHY, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "NCCL_LAUNCH_ORDER_IMPLICIT=1"),
 ])  # fmt: skip
 def test_findings_of_the_machine(finding: Finding, status: str, text: str) -> None:
     assert finding.status == status and text in finding.text, finding
@@ -304,7 +304,7 @@ def test_findings_of_the_machine(finding: Finding, status: str, text: str) -> No
 
 def test_edges_of_a_round_share_no_node() -> None:
     ring = ring_topology([place for host in range(16) for place in hgx(f"h{host}")])
-    turns, edges = [*doctor_ring.rounds(ring)], []
+    turns, edges = [*doctor_ring.timing_rounds(ring)], []
     for turn in turns:
         hosts = [{ring.devices[rank].host for rank in edge[:2]} for edge in turn]
         assert sum(map(len, hosts)) == len(set().union(*hosts))
@@ -314,13 +314,13 @@ def test_edges_of_a_round_share_no_node() -> None:
 
 def test_number_of_warmed_edges() -> None:
     counts = {1: 1, 16: 16 * 15, 17: 17 * 2}
-    assert {world: len(doctor_ring.warmed(Topology.flat(world), None)) for world in counts} == counts
-    rails = set(doctor_ring.warmed(Topology.grid(2, 3), 1))
+    assert {world: len(doctor_ring.warm_up_edges(Topology.flat(world), None)) for world in counts} == counts
+    rails = set(doctor_ring.warm_up_edges(Topology.grid(2, 3), 1))
     assert rails == {(a, b) for a in range(6) for b in range(6) if abs(a - b) == 3}
 
 
 def test_one_token_per_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_ring, "examine", lambda *_: iter(()))
+    monkeypatch.setattr(doctor_ring, "check_job", lambda *_: iter(()))
     assert [run("--world", "3", "--seqlen", tokens).exit_code for tokens in ("2", "3")] == [2, 0]
 
 
@@ -331,8 +331,8 @@ def test_each_level_warms_its_own_edges(monkeypatch: pytest.MonkeyPatch) -> None
     ranks: Any = SimpleNamespace(
         group=None, device=None, together=lambda what, do, merge=lambda values: None: merge([do()])
     )
-    doctor_ring._opens(ranks, ring, "local", [])
-    assert warmed == [doctor_ring.warmed(ring, level) for level in (0, 1)]
+    doctor_ring._check_transport_opens(ranks, ring, "local", [])
+    assert warmed == [doctor_ring.warm_up_edges(ring, level) for level in (0, 1)]
 
 
 def test_every_transport_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,22 +342,26 @@ def test_every_transport_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         opened += [SimpleNamespace(close=partial(closed.append, f"{name} {level}")) for level in range(2)]
         return ""
 
-    for name, stand_in in (("_opens", opens), ("_speeds", lambda *_: ""), ("transport_names", lambda: ("local",))):
+    for name, stand_in in (
+        ("_check_transport_opens", opens),
+        ("_edge_speeds", lambda *_: ""),
+        ("transport_names", lambda: ("local",)),
+    ):
         monkeypatch.setattr(doctor_ring, name, stand_in)
-    assert len([*doctor_ring.transports(None, Topology.flat(2), 1)]) == 3  # type: ignore[arg-type]
+    assert len([*doctor_ring.check_transports(None, Topology.flat(2), 1)]) == 3  # type: ignore[arg-type]
     assert closed == ["local 0", "local 1", "auto 0", "auto 1"]
 
 
 def test_versions_of_cuda_and_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(nvml, "driver_version", lambda: "580.1")
-    versions = machine.facts()["versions"]
+    versions = machine.collect_facts()["versions"]
     assert (versions["CUDA of torch"], versions["driver"]) == ("13.0", "580.1")
 
 
 def test_texts_of_findings() -> None:
     finding = Finding("a check", FAIL, "broken", "mend it")
     assert str(finding) == "FAIL     a check: broken"
-    assert findings.closing([finding, Finding("b", OK, "")])[-1] == "what to do: mend it"
-    assert findings.by_rank(["", "x", "y", "x"]) == "ranks 1 and 3: x; rank 2: y"
-    assert findings.ranks_text(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"
+    assert findings.closing_lines([finding, Finding("b", OK, "")])[-1] == "what to do: mend it"
+    assert findings.text_by_rank(["", "x", "y", "x"]) == "ranks 1 and 3: x; rank 2: y"
+    assert findings.list_ranks(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"

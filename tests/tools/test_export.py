@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from ringattn.autotune.compile import ROLES
 from ringattn.kernels import Tile, hopper_backward_launch
-from ringattn.kernels.config import config_for
+from ringattn.kernels.config import built_in_config
 from ringattn.kernels.gpu import ARCHS, MULTIPROCESSOR_SPECS
 from ringattn.tools.export import kernels
 from ringattn.tools.export.command import app
@@ -135,7 +135,7 @@ def tiles_of(config: ExportConfig) -> Tiles:
     ({"bounded": True, "forward_kernel": "hopper"}, "forward", HOPPER, AT_8192),
     ({"forward_kernel": "hopper"}, "forward", None, "is for forward_kernel='portable', which is not exported"),
     ({"backward": "single_pass"}, "gradients", Tile(32, 128, 4, 1), AT_8192),
-    ({"backward": "hopper"}, "gradients", hopper_backward_launch.default_tile(128), NEVER),  # not in a table
+    ({"backward": "hopper"}, "gradients", hopper_backward_launch.default_backward_tile(128), NEVER),  # not in a table
     ({"backward": "single_pass", "head_dim": 192, "head_dim_v": 192}, "gradients", Tile(16, 32, 8, 1), AT_8192),
 ])  # fmt: skip
 def test_tiles_of_a_table(
@@ -143,16 +143,16 @@ def test_tiles_of_a_table(
 ) -> None:
     save(folders[0], *ENTRIES)
     chosen, reported = tiles_of(replace(CONFIG, **changed))[name]
-    assert chosen == (tile or getattr(config_for(90, BF16, 128), name)) and reported.endswith(source)
+    assert chosen == (tile or getattr(built_in_config(90, BF16, 128), name)) and reported.endswith(source)
 
 
 @pytest.mark.parametrize("over", [0, 1])
 def test_shared_memory_beyond_the_chips_is_refused(over: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # `symbols_of` raises, so the test sees whether the check runs before the binary is read.
+    # `size_symbols` raises, so the test sees whether the check runs before the binary is read.
     limit = MULTIPROCESSOR_SPECS[90].shared_per_block
     binary = SimpleNamespace(metadata=SimpleNamespace(shared=limit + over), asm={"cubin": b""})
     monkeypatch.setattr(kernels, "compiled_launch", lambda *_: SimpleNamespace(binary=binary))
-    monkeypatch.setattr(kernels, "symbols_of", Mock(side_effect=LookupError))
+    monkeypatch.setattr(kernels, "size_symbols", Mock(side_effect=LookupError))
     words = f"the dq kernel takes {limit + over} bytes of shared memory, sm_90 has {limit}"
     with pytest.raises(ValueError if over else LookupError, match=words if over else None):
         kernels.export(ExportConfig(90), "dq")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import Bounds, Tile
-from ringattn.kernels.single_pass import add_order
+from ringattn.kernels.single_pass import dq_add_order
 
 from ..support.export.exports import EXPORTED, Export, exported, needs_compiler
 
@@ -38,7 +38,7 @@ class Case:
     def turns(self, tile: Tile) -> dict[str, Tensor]:
         """Return the order in which key tiles add to dq, and gates that the launch has to clear."""
         by_query, device = self.bounds["by query"], self.tensors["q"].device
-        table = add_order(Bounds(by_query["lo"], by_query["hi"]), BATCH, ROWS, ROWS, tile, device)
+        table = dq_add_order(Bounds(by_query["lo"], by_query["hi"]), BATCH, ROWS, ROWS, tile, device)
         assert table is not None
         gates = torch.full((BATCH, HEADS, -(-ROWS // tile.block_q)), 9, device=device, dtype=torch.int32)
         return {"turns_numbers": table, "turns_gates": gates}

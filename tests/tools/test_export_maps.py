@@ -13,8 +13,8 @@ import torch
 import triton
 
 from ringattn.kernels import Bounds, Tile
-from ringattn.kernels.single_pass import add_order
-from ringattn.tools.export.kernels import parameter_layout
+from ringattn.kernels.single_pass import dq_add_order
+from ringattn.tools.export.kernels import read_parameter_layout
 
 from ..support.export.exports import (
     CONFIGS,
@@ -78,7 +78,7 @@ def test_it_passes_what_tritons_own_launcher_passes(
 ) -> None:
     library, record = export.recording()
     for kernel in export.kernels.values():
-        layout = parameter_layout((export.folder / kernel["cubin"]).read_bytes()).parameters
+        layout = read_parameter_layout((export.folder / kernel["cubin"]).read_bytes()).parameters
         assert layout == [(parameter["offset"], parameter["size"]) for parameter in kernel["parameters"]]
     for case, calls in zip(CASES, triton_calls_by_config(export.config_name), strict=True):
         assert {*calls} == {*export.kernels}
@@ -149,7 +149,7 @@ def test_order_of_turns(described: Export) -> None:
     for queries, keys, window in ((300, 260, 1000), (1000, 1000, 90), (128, 512, 40), (33, 700, 1)):
         ends = (torch.arange(queries) * keys // queries + 1).int()
         bounds = Bounds((ends - window).clamp(min=0), ends)
-        expected = add_order(bounds, 1, queries, keys, tile, torch.device("cpu"))
+        expected = dq_add_order(bounds, 1, queries, keys, tile, torch.device("cpu"))
         assert expected is not None
         turns, by_key = torch.full_like(expected, -1), bounds.transposed(keys)
         assert by_key.lo is not None

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common.attention import packed
-from ringattn.bench.common.result import Result, read
+from ringattn.bench.common.attention import random_boundaries
+from ringattn.bench.common.result import Result, read_result
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring.schedule import mask as patterns
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
 from ringattn.tools import pictures, show
-from ringattn.tools.call import ShownCall, mask_cells
+from ringattn.tools.call_summary import CallSummary, mask_cells
 
-from ..support.layouts import block_layouts, block_masks, layouts, masks, sees
+from ..support.layouts import block_layouts, block_masks, is_visible_pair, layouts, masks
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -44,7 +44,7 @@ def target(tmp_path: Path) -> Path:
 def written(flags: str, target: Path) -> tuple[Result, dict[str, Any]]:
     """Return the result in the JSON and its description of the call."""
     run(f"{flags} --json {target}")
-    result = read(target)
+    result = read_result(target)
     return result, result.provenance["call"]
 
 
@@ -52,8 +52,8 @@ def of_ranks(call: dict[str, Any], name: str) -> list[Any]:
     return [rank[name] for rank in call["ranks"]]
 
 
-def call_of(layout: Layout, mask: Mask, direction: int = 1, nodes: int = 1) -> ShownCall:
-    return ShownCall(
+def call_of(layout: Layout, mask: Mask, direction: int = 1, nodes: int = 1) -> CallSummary:
+    return CallSummary(
         layout, "any", mask, direction, batch=1, heads=2, kv_heads=1, head_dim=4, dtype="bfloat16", nodes=nodes
     )
 
@@ -108,7 +108,7 @@ def test_lines_fit_a_terminal(flags: str) -> None:
 
 
 @st.composite
-def calls(draw: st.DrawFn, max_seqlen: int) -> ShownCall:
+def calls(draw: st.DrawFn, max_seqlen: int) -> CallSummary:
     """Draw a call with any layout and mask."""
     world, block = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     mask = draw(masks(global_tokens=True, used=True))
@@ -124,30 +124,30 @@ def calls(draw: st.DrawFn, max_seqlen: int) -> ShownCall:
 
 @settings(max_examples=30)
 @given(calls(max_seqlen=16))
-def test_pairs_and_cells_agree_with_the_mask(call: ShownCall) -> None:
+def test_pairs_and_cells_agree_with_the_mask(call: CallSummary) -> None:
     layout, mask = call.layout, call.mask
     for rank in range(layout.world):
-        for hop in call.plan.hops(rank):
+        for hop in call.schedule.hops(rank):
             expected = visible_pairs(mask, layout.positions(rank), layout.positions(hop.shard))
             assert call.pairs[rank, hop.index] == expected
     positions = torch.arange(layout.seqlen)
     assert call.pairs.sum() == visible_pairs(mask, positions, positions)  # every visible pair belongs to a hop
     ranks, grid = mask_cells(call, cells=64)
-    hop_of = {(rank, hop.shard): hop.index for rank in range(layout.world) for hop in call.plan.hops(rank)}
+    hop_of = {(rank, hop.shard): hop.index for rank in range(layout.world) for hop in call.schedule.hops(rank)}
     assert ranks.tolist() == [
         rank for p in range(layout.seqlen) for rank in range(layout.world) if p in layout.positions(rank)
     ]
     for query in range(layout.seqlen):
         for key in range(layout.seqlen):
             index = hop_of.get((int(ranks[query]), int(ranks[key])))
-            assert grid[query, key] == (index if sees(call.mask, query, key) else -1)
+            assert grid[query, key] == (index if is_visible_pair(call.mask, query, key) else -1)
 
 
 @pytest.mark.parametrize(("flags", "title", "mask"), [
     ("--full --window 4,-1", "window (4, -1)", Mask(window=(4, -1))),
     ("--full --cu-seqlens 0,5,64", "2 documents", Mask(documents=Documents([0, 5, 64]))),
     ("--documents 8 --documents-seed 3", "causal, 11 documents",
-     Mask(causal=True, documents=Documents(packed(64, 8, seed=3)))),
+     Mask(causal=True, documents=Documents(random_boundaries(64, 8, seed=3)))),
     ("--seqused-k 40,8 --batch 2", "causal, keys used (40, 8)", Mask(causal=True, used=(40, 8))),
     ("--prefix-length 10", "causal, prefix 10", Mask(causal=True, prefix=10)),
     ("--full --block-mask bigbird,block=4,window=3,global=1,random=2,seed=7", "40.6% of blocks of 4",
@@ -159,7 +159,7 @@ def test_every_mask_has_its_flags(flags: str, title: str, mask: Mask, target: Pa
     text = run(f"--seqlen 64 --world 4 --layout contiguous {flags} --json {target}")
     assert " ".join(text.split()).startswith(f"contiguous, {title}, 64 tokens over 4 ranks; ")
     assert f"\n\n{schedule(Layout.contiguous(64, 4), mask)}\n\n" in text
-    call, positions = read(target).provenance["call"], torch.arange(64)
+    call, positions = read_result(target).provenance["call"], torch.arange(64)
     assert sum(of_ranks(call, "visible pairs")) == visible_pairs(mask, positions, positions)
     named = ("window", "documents", "prefix", "used", "blocks", "global_tokens")
     changed = [name for name in named if getattr(mask, name) != getattr(Mask(), name)]
@@ -210,7 +210,7 @@ def test_two_nodes(target: Path) -> None:
     line = " ".join(text.split())
     assert f"({2 * kv / 1e3:.1f} kB between nodes)" in line and f"({(2 * kv + 2 * dkv) / 1e3:.1f} kB between" in line
     assert f"\n\n{schedule(Layout.contiguous(64, 4), Mask(causal=True), topology=Topology.grid(2, 2))}\n\n" in text
-    call = read(target).provenance["call"]
+    call = read_result(target).provenance["call"]
     assert of_ranks(call, "by rail forward") == [kv, kv, 0, 0] and call["nodes"] == [[0, 1], [2, 3]]
     assert of_ranks(call, "by rail backward") == [kv, kv, 2 * kv, 2 * kv]
 

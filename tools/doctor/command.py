@@ -52,17 +52,17 @@ def doctor(
     from rich.console import Console
 
     from ...bench.common.flags import resolve_world
-    from ...bench.common.output import prints
+    from ...bench.common.output import is_printing_rank
     from ...bench.common.process_group import process_group
     from ...bench.common.provenance import provenance
-    from ...bench.common.ranks import member
-    from ...bench.common.result import Result, Row, finish
+    from ...bench.common.ranks import launched_rank
+    from ...bench.common.result import Result, Row, finish_command
     from ...comm import LocalWorld
-    from ...comm.control import control_of
-    from .findings import COLUMNS, FAIL, Finding, Ranks, closing, error_text
-    from .ring import examine
+    from ...comm.control import open_control
+    from .findings import COLUMNS, FAIL, DoctorRanks, Finding, closing_lines, error_text
+    from .ring import check_job
 
-    place = member()
+    place = launched_rank()
     size = resolve_world(world, DEFAULT_WORLD)
     if not size <= seqlen <= MOST_TOKENS:
         raise typer.BadParameter(f"--seqlen is {seqlen}: it must be {size} (one token per rank) to {MOST_TOKENS}")
@@ -73,12 +73,12 @@ def doctor(
 
     def record(finding: Finding) -> None:
         findings.append(finding)
-        if prints() and "-" not in (json, csv):
+        if is_printing_rank() and "-" not in (json, csv):
             typer.echo(str(finding))
 
     def examine_here(group: Group, *, alone: bool) -> None:
-        ranks = Ranks(group, control_of(group).scope("doctor"), device, alone)
-        for finding in examine(ranks, seqlen, dtype, nbytes):
+        ranks = DoctorRanks(group, open_control(group).scope("doctor"), device, alone)
+        for finding in check_job(ranks, seqlen, dtype, nbytes):
             if not alone or ranks.rank == 0:
                 record(finding)
                 rings[:] = [ranks.ring]
@@ -98,8 +98,8 @@ def doctor(
                 record(Finding("the ranks meet", FAIL, error_text(error), todo))
     ring = rings[0].to_json() if rings and rings[0] is not None else None
     about = provenance(device) | {"device": str(device), "ring": ring}
-    notes = closing(findings)
+    notes = closing_lines(findings)
     failed = [f"{finding.check}: {finding.text}" for finding in findings if finding.status == FAIL]
     rows: list[Row] = [dict(zip(UNITS, finding, strict=True)) for finding in findings]
     lines = [line for note in notes for line in textwrap.wrap(note, COLUMNS)]
-    finish(Result("doctor", UNITS, rows, failed, notes, about), json, csv, text="\n".join(["", *lines]))
+    finish_command(Result("doctor", UNITS, rows, failed, notes, about), json, csv, text="\n".join(["", *lines]))

@@ -34,16 +34,16 @@ class Finding(NamedTuple):
         return "\n".join([*lines, *(INDENT + line for line in rest)])
 
 
-class Skipped(Exception):
+class CheckSkippedError(Exception):
     """Exception for a check that does not apply here, with the reason."""
 
 
-class Failed(Exception):
+class CheckFailedError(Exception):
     """Exception for a check that failed, with the observation."""
 
 
 @dataclass
-class Ranks:
+class DoctorRanks:
     """Ranks of one doctor run, as seen by one rank."""
 
     group: Group
@@ -58,63 +58,63 @@ class Ranks:
     def rank(self) -> int:
         return self.control.rank
 
-    def together(
-        self, what: str, do: Callable[[], Any], merge: Callable[[list[Any]], Any] = lambda values: None
+    def merge_on_rank_0(
+        self, key: str, work: Callable[[], Any], merge: Callable[[list[Any]], Any] = lambda values: None
     ) -> Any:
-        """Run ``do`` on every rank, merge the results on rank 0, and return the merged value on every rank.
+        """Run ``work`` on every rank, merge the results on rank 0, and return the merged value on every rank.
 
         Results and merged value must be valid JSON. Every rank must call the method.
 
         Raises:
-            Failed: ``do`` or ``merge`` raised on some rank. Every rank raises.
-            Skipped: ``do`` raised Skipped on some rank and nothing failed. Every rank raises.
+            Failed: ``work`` or ``merge`` raised on some rank. Every rank raises.
+            Skipped: ``work`` raised Skipped on some rank and nothing failed. Every rank raises.
         """
         outcome = {"value": None, "skipped": "", "failed": ""}
         try:
-            outcome["value"] = do()
-        except Skipped as reason:
+            outcome["value"] = work()
+        except CheckSkippedError as reason:
             outcome["skipped"] = str(reason)
         except Exception as error:
-            outcome["failed"] = str(error) if isinstance(error, Failed) else error_text(error)
+            outcome["failed"] = str(error) if isinstance(error, CheckFailedError) else error_text(error)
 
         def merge_outcomes(outcomes: list[Any]) -> dict[str, Any]:
             for status in ("failed", "skipped"):
                 if any(texts := [each[status] for each in outcomes]):
-                    return {status: by_rank(texts)}
+                    return {status: text_by_rank(texts)}
             try:
                 return {"value": merge([each["value"] for each in outcomes])}
-            except Failed as error:
+            except CheckFailedError as error:
                 return {"failed": str(error)}
 
-        merged: Any = self.control.merged(outcome, merge_outcomes, what=what)
+        merged: Any = self.control.gather_merged(outcome, merge_outcomes, what=key)
         if "failed" in merged:
-            raise Failed(merged["failed"])
+            raise CheckFailedError(merged["failed"])
         if "skipped" in merged:
-            raise Skipped(merged["skipped"])
+            raise CheckSkippedError(merged["skipped"])
         return merged["value"]
 
 
-def checked(check: str, todo: str, examine: Callable[[], str]) -> Finding:
-    """Run a check and return its finding; ``todo`` is the advice if the check raises :class:`Failed`."""
+def run_check(check: str, todo: str, examine: Callable[[], str]) -> Finding:
+    """Run a check and return its finding; ``todo`` is the advice if the check raises :class:`CheckFailedError`."""
     try:
         return Finding(check, OK, examine())
-    except Skipped as reason:
+    except CheckSkippedError as reason:
         return Finding(check, SKIPPED, str(reason))
-    except Failed as error:
+    except CheckFailedError as error:
         return Finding(check, FAIL, str(error), todo)
 
 
-def by_rank(texts: Sequence[Any]) -> str:
+def text_by_rank(texts: Sequence[Any]) -> str:
     """Join the texts of all ranks, each distinct text once with its ranks; empty texts are left out."""
     ranks: dict[Any, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
     if len(ranks) == 1:
         return str(texts[0])
-    return "; ".join(f"{ranks_text(its_ranks)}: {text}" for text, its_ranks in ranks.items() if text != "")
+    return "; ".join(f"{list_ranks(its_ranks)}: {text}" for text, its_ranks in ranks.items() if text != "")
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
+def list_ranks(ranks: Iterable[int]) -> str:
     """Format ranks as ``rank 3`` or ``ranks 0, 2 and 5``; a long list is abridged."""
     names = [str(rank) for rank in ranks]
     if len(names) == 1:
@@ -130,7 +130,7 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def closing(findings: Sequence[Finding]) -> list[str]:
+def closing_lines(findings: Sequence[Finding]) -> list[str]:
     """Return the last lines of the output: the number of checks, and the first failure with advice."""
     failed, skipped = ([it for it in findings if it.status == status] for status in (FAIL, SKIPPED))
     if not failed:

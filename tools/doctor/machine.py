@@ -18,8 +18,8 @@ from ... import __version__
 from ...comm.topology import nvml
 from ...comm.topology.nvml import DeviceInfo, pairs_by_link
 from ...comm.topology.topology import Topology
-from ...comm.transports.nccl import loaded_libraries, nccl_missing
-from .findings import FAIL, OK, SKIPPED, Finding, by_rank, ranks_text
+from ...comm.transports.nccl import explain_missing_nccl, loaded_libraries
+from .findings import FAIL, OK, SKIPPED, Finding, list_ranks, text_by_rank
 
 # settings that disable a fast path and are easily forgotten in a shell
 SLOW_SETTINGS = {
@@ -29,24 +29,24 @@ SLOW_SETTINGS = {
     "NCCL_NET_DISABLE_INTRA": "NICs are not used inside a node",
 }
 IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-ORDERED = (
+ORDER_HINT = (
     "if other libraries use NCCL communicators on these GPUs (such as torch's FSDP or tensor parallelism), set "
     f"{IMPLICIT_ORDER}=1 (NCCL 2.26 or later); otherwise NCCL guarantees progress for one communicator at a time only"
 )
-MAY_DIFFER = ("driver", "Python")
-ONE_LIBRARY = (
+OPTIONAL_VERSIONS = ("driver", "Python")
+ONE_LIBRARY_HINT = (
     "keep one: uninstall the nvidia-nccl package that torch does not use, remove the path from LD_LIBRARY_PATH, or "
     "preload the right library with LD_PRELOAD"
 )
-Facts = dict[str, Any]
-"""Facts about one process as JSON: ``versions`` by name, ``libraries`` (path and version of every loaded libnccl),
-``no_nccl`` (the reason why CuPy cannot use NCCL, or "") and ``settings`` (every ``NCCL_*``)."""
+ProcessFacts = dict[str, Any]
+"""Facts about one process as JSON: ``check_versions`` by name, ``check_libraries`` (path and version of every loaded libnccl),
+``no_nccl`` (the reason why CuPy cannot use NCCL, or "") and ``check_settings`` (every ``NCCL_*``)."""
 
 
-def facts() -> Facts:
+def collect_facts() -> ProcessFacts:
     """Load the libraries of all transports, and return the facts about this process."""
-    no_nccl, driver = nccl_missing() or "", None
-    with suppress(nvml.NoNvml):
+    no_nccl, driver = explain_missing_nccl() or "", None
+    with suppress(nvml.NvmlUnavailableError):
         driver = nvml.driver_version()
     versions = {
         "ringattn": __version__,
@@ -58,11 +58,11 @@ def facts() -> Facts:
         "Python": platform.python_version(),
     }
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
-    libraries = [[str(path), _version_of(path)] for path in loaded_libraries()]
+    libraries = [[str(path), _library_version(path)] for path in loaded_libraries()]
     return {"versions": versions, "libraries": libraries, "no_nccl": no_nccl, "settings": settings}
 
 
-def _version_of(path: Path) -> str:
+def _library_version(path: Path) -> str:
     """Return the version of a loaded libnccl, such as ``2.29.7``."""
     number = ctypes.c_int()
     try:
@@ -73,29 +73,29 @@ def _version_of(path: Path) -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def machine(everyone: Sequence[Facts], ring: Topology, *, on_gpu: bool) -> list[Finding]:
+def check_machine(everyone: Sequence[ProcessFacts], ring: Topology, *, on_gpu: bool) -> list[Finding]:
     return [
-        versions(everyone),
-        libraries(everyone, on_gpu=on_gpu),
-        cupy(everyone),
-        gpus(ring.devices, on_gpu=on_gpu),
-        links(ring.devices),
-        nics(ring.devices),
-        settings(everyone),
+        check_versions(everyone),
+        check_libraries(everyone, on_gpu=on_gpu),
+        check_cupy(everyone),
+        check_gpus(ring.devices, on_gpu=on_gpu),
+        check_links(ring.devices),
+        check_nics(ring.devices),
+        check_settings(everyone),
         Finding("ring order", OK, ring.describe()),
     ]
 
 
-def versions(everyone: Sequence[Facts]) -> Finding:
+def check_versions(everyone: Sequence[ProcessFacts]) -> Finding:
     """Check that all ranks have the same versions; others may give wrong results or deadlocks."""
     by_name = {name: [rank_facts["versions"][name] for rank_facts in everyone] for name in everyone[0]["versions"]}
-    wrong = [name for name, values in by_name.items() if len({*values}) > 1 and name not in MAY_DIFFER]
+    wrong = [name for name, values in by_name.items() if len({*values}) > 1 and name not in OPTIONAL_VERSIONS]
     listed = wrong or [name for name, values in by_name.items() if any(values)]
-    text = ", ".join(f"{name} {by_rank(by_name[name])}" for name in listed)
+    text = ", ".join(f"{name} {text_by_rank(by_name[name])}" for name in listed)
     return Finding("versions", *((FAIL, text, "install the same versions on every host") if wrong else (OK, text)))
 
 
-def libraries(everyone: Sequence[Facts], *, on_gpu: bool) -> Finding:
+def check_libraries(everyone: Sequence[ProcessFacts], *, on_gpu: bool) -> Finding:
     """Check that each process has loaded one libnccl, and all the same version.
 
     With two libraries in a process, torch and ringattn would create communicators in different ones.
@@ -104,25 +104,27 @@ def libraries(everyone: Sequence[Facts], *, on_gpu: bool) -> Finding:
     for rank, rank_facts in enumerate(everyone):
         if len(rank_facts["libraries"]) > 1:
             paths = ", ".join(f"{path} ({version})" for path, version in rank_facts["libraries"])
-            return Finding(check, FAIL, f"rank {rank} has {len(rank_facts['libraries'])} loaded: {paths}", ONE_LIBRARY)
+            return Finding(
+                check, FAIL, f"rank {rank} has {len(rank_facts['libraries'])} loaded: {paths}", ONE_LIBRARY_HINT
+            )
     loaded = [rank_facts["libraries"][0][1] if rank_facts["libraries"] else "none" for rank_facts in everyone]
     if len({*loaded}) > 1:
-        return Finding(check, FAIL, by_rank(loaded), "install the same version on every host")
+        return Finding(check, FAIL, text_by_rank(loaded), "install the same version on every host")
     if not everyone[0]["libraries"]:
         reason = "torch links it statically, or was built without it" if on_gpu else "nothing on a CPU loads it"
         return Finding(check, SKIPPED, f"none is loaded: {reason}")
     return Finding(check, OK, f"{loaded[0]}, {everyone[0]['libraries'][0][0]}")
 
 
-def cupy(everyone: Sequence[Facts]) -> Finding:
+def check_cupy(everyone: Sequence[ProcessFacts]) -> Finding:
     """Check that CuPy can use NCCL."""
     missing = [rank_facts["no_nccl"] for rank_facts in everyone]
     if any(missing):
-        return Finding("CuPy", SKIPPED, f"no transport nccl: {by_rank(missing)}")
+        return Finding("CuPy", SKIPPED, f"no transport nccl: {text_by_rank(missing)}")
     return Finding("CuPy", OK, "can use NCCL")
 
 
-def gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
+def check_gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
     """Check that NVML knows torch's GPUs by UUID; indices differ, as NVML ignores CUDA_VISIBLE_DEVICES."""
     if not on_gpu:
         return Finding("GPUs", SKIPPED, "the ranks use the CPU, because torch finds no GPU")
@@ -136,11 +138,11 @@ def gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
     for rank, device in enumerate(devices):
         sharing.setdefault((device.host, device.gpu), []).append(rank)
     names = ", ".join(dict.fromkeys(str(device.name) for device in devices))
-    shared = [f"; {ranks_text(ranks)} share one" for ranks in sharing.values() if len(ranks) > 1]
+    shared = [f"; {list_ranks(ranks)} share one" for ranks in sharing.values() if len(ranks) > 1]
     return Finding("GPUs", OK, f"{len(sharing)} x {names}, matched with NVML by UUID{''.join(shared)}")
 
 
-def links(devices: Sequence[DeviceInfo]) -> Finding:
+def check_links(devices: Sequence[DeviceInfo]) -> Finding:
     """Report NVLink and PCIe inside the hosts, from NVML and /sys."""
     slots = sorted({device.pcie_gigabytes for device in devices if device.pcie_gigabytes is not None})
     texts = [f"{count} pairs by {text}" for text, count in pairs_by_link(devices).items()]
@@ -150,7 +152,7 @@ def links(devices: Sequence[DeviceInfo]) -> Finding:
     return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in devices if p.unknown), "only one GPU"))
 
 
-def nics(devices: Sequence[DeviceInfo]) -> Finding:
+def check_nics(devices: Sequence[DeviceInfo]) -> Finding:
     """Report the network adapters of the hosts."""
     texts = {
         ", ".join(f"{nic.name} {f'{nic.gigabits:g} Gbit/s' if nic.gigabits else 'of unknown rate'}" for nic in cards)
@@ -161,16 +163,16 @@ def nics(devices: Sequence[DeviceInfo]) -> Finding:
     return Finding("NICs", OK, min(texts) + (f", one of {len(texts)} kinds of hosts" if len(texts) > 1 else ""))
 
 
-def settings(everyone: Sequence[Facts]) -> Finding:
+def check_settings(everyone: Sequence[ProcessFacts]) -> Finding:
     """Report every ``NCCL_*`` that is set, with its ranks unless all have it, and the fast paths it disables."""
     texts = []
     for name in sorted({name for rank_facts in everyone for name in rank_facts["settings"]}):
         values = [rank_facts["settings"].get(name, "unset") for rank_facts in everyone]
         is_slow = name in SLOW_SETTINGS and any(value not in ("unset", "", "0") for value in values)
-        texts.append(f"{name}={by_rank(values)}" + (f" ({SLOW_SETTINGS[name]})" if is_slow else ""))
+        texts.append(f"{name}={text_by_rank(values)}" + (f" ({SLOW_SETTINGS[name]})" if is_slow else ""))
     text = ", ".join(texts) or "none set"
     is_unordered = any(
         rank_facts["libraries"] and rank_facts["settings"].get(IMPLICIT_ORDER, "0") in ("", "0")
         for rank_facts in everyone
     )
-    return Finding("NCCL_* settings", OK, f"{text}; {ORDERED}" if is_unordered else text)
+    return Finding("NCCL_* settings", OK, f"{text}; {ORDER_HINT}" if is_unordered else text)

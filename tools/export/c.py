@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from .config import ExportConfig
-from .kernels import BY_KEYS, BYTES, DATA_TYPES, FIXED, LICENCE, SWIZZLES, Argument, Exported
+from .kernels import BYTES, DATA_TYPES, FIXED, KEY_GRID_KERNELS, LICENCE, SWIZZLES, Argument, ExportedKernel
 
 C_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float"}
 
-MEANING = {
+ARGUMENT_MEANING = {
     "q": "queries [B, Sq, H, D]",
     "k": "keys [B, Sk, Hkv, D]",
     "v": "values [B, Sk, Hkv, Dv]",
@@ -32,11 +32,11 @@ MEANING = {
     "softmax_scale": "factor of q k^T, usually 1 / sqrt(D)",
     "group": "query heads per key head",
 }
-OF_KEYS = ("Sk", "Sq", "Hkv", "query of each key")
-OF_QUERIES = ("Sq", "Sk", "H", "key of each query")
+KEY_GRID_WORDS = ("Sk", "Sq", "Hkv", "query of each key")
+QUERY_GRID_WORDS = ("Sq", "Sk", "H", "key of each query")
 
 
-def rendered(template: str, config: ExportConfig, kernels: Sequence[Exported]) -> str:
+def render_template(template: str, config: ExportConfig, kernels: Sequence[ExportedKernel]) -> str:
     """Render a template to ``<prefix>.h`` or ``<prefix>.c``."""
     import jinja2
 
@@ -44,20 +44,20 @@ def rendered(template: str, config: ExportConfig, kernels: Sequence[Exported]) -
         autoescape=False, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters["as_c"] = as_c
+    environment.filters["as_c"] = to_c_expression
     return environment.from_string(files(__package__).joinpath(template).read_text()).render(
-        config=config, kernels=kernels, licence=LICENCE, field=field, senseless=senseless, fixed=FIXED, bytes=BYTES,
+        config=config, kernels=kernels, licence=LICENCE, field=struct_field, senseless=refusal_conditions, fixed=FIXED, bytes=BYTES,
         data_types=DATA_TYPES, swizzles=SWIZZLES,
     )  # fmt: skip
 
 
-def field(kernel: Exported, argument: Argument) -> str:
+def struct_field(kernel: ExportedKernel, argument: Argument) -> str:
     """Return the declaration of a field of the arguments struct, with a comment."""
-    rows, columns, heads, bound = OF_KEYS if kernel.name in BY_KEYS else OF_QUERIES
+    rows, columns, heads, bound = KEY_GRID_WORDS if kernel.name in KEY_GRID_KERNELS else QUERY_GRID_WORDS
     meanings = {"rows": rows, "columns": columns, "heads": heads}
     meanings["lo"] = f"first {bound}, int32 [{rows}], never decreasing"
     meanings["hi"] = meanings["lo"].replace("first", "one past the last", 1)
-    meaning = meanings.get(argument.name) or MEANING.get(argument.name) or "in elements"
+    meaning = meanings.get(argument.name) or ARGUMENT_MEANING.get(argument.name) or "in elements"
     for side in ("q", "k"):
         meaning = meaning.replace(f"BLOCK_{side.upper()}", str(getattr(kernel.tile, f"block_{side}")))
     kind = "CUdeviceptr" if argument.type.startswith("*") else C_TYPES[argument.type]
@@ -66,13 +66,13 @@ def field(kernel: Exported, argument: Argument) -> str:
     return f"{kind} {argument.name}; /* {dtype}{meaning}{multiple} */"
 
 
-def senseless(kernel: Exported) -> list[str]:
+def refusal_conditions(kernel: ExportedKernel) -> list[str]:
     """Return the C conditions under which a launch returns CUDA_ERROR_INVALID_VALUE."""
     names = {argument.name for argument in kernel.inputs}
     conditions = ["batch < 0", *(f"args->{name} < 0" for name in ("rows", "columns", "heads") if name in names)]
     if "group" in names:
         conditions.append("args->group < 1")
-        if kernel.name not in BY_KEYS:  # with a grid over keys `heads` counts key heads
+        if kernel.name not in KEY_GRID_KERNELS:  # with a grid over keys `heads` counts key heads
             conditions.append("args->heads % args->group")
     if "softmax_scale" in names:
         conditions.append("!(args->softmax_scale > 0)")  # also true for NaN
@@ -85,6 +85,6 @@ def senseless(kernel: Exported) -> list[str]:
     return conditions
 
 
-def as_c(words: str | int) -> str:
+def to_c_expression(words: str | int) -> str:
     """Convert ``heads / group`` to the C expression ``args->heads / args->group``; numbers stay as they are."""
     return re.sub(r"[a-z]\w*", lambda match: match[0] if match[0] == "batch" else f"args->{match[0]}", str(words))

@@ -11,22 +11,22 @@ from ...bench.common.flags import Json, check_folder, check_needs, dtype_name
 
 if TYPE_CHECKING:
     from .config import ExportConfig
-    from .kernels import Exported
+    from .kernels import ExportedKernel
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def write(config: ExportConfig, kernels: list[Exported], folder: Path) -> dict[str, Any]:
+def write_export(config: ExportConfig, kernels: list[ExportedKernel], folder: Path) -> dict[str, Any]:
     """Write cubins, header, launcher, licence and manifest into ``folder``, and return the manifest."""
     import hashlib
 
     from ...bench.common.output import write_file, write_json
-    from .c import rendered
+    from .c import render_template
     from .kernels import manifest
 
     files = {f"{config.prefix}_{kernel.name}.cubin": kernel.cubin for kernel in kernels}
-    files[f"{config.prefix}.h"] = rendered("header.h.j2", config, kernels).encode()
-    files[f"{config.prefix}.c"] = rendered("launcher.c.j2", config, kernels).encode()
+    files[f"{config.prefix}.h"] = render_template("header.h.j2", config, kernels).encode()
+    files[f"{config.prefix}.c"] = render_template("launcher.c.j2", config, kernels).encode()
     files["LICENSE"] = (Path(__file__).parents[2] / "kernels" / "LICENSE").read_bytes()
     for name, content in files.items():
         write_file(folder / name, content)
@@ -71,30 +71,30 @@ def main(
     """Write attention kernels, forward and backward, as cubins with a C header, a C launcher and a manifest."""
     check_needs(context, {"config_dir": "gpu"})
 
-    from ...autotune.space import SHORT, gpu_for_arch
-    from ...bench.common.output import prints, write_json
+    from ...autotune.tile_space import SHORT_DTYPE_NAMES, gpu_for_arch
+    from ...bench.common.output import is_printing_rank, write_json
     from .config import ExportConfig, chosen_tiles
     from .kernels import export
 
     kernels = []
     try:
         config = ExportConfig(
-            gpu_for_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT[dtype], head_dim, value_dim or head_dim, causal,
+            gpu_for_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT_DTYPE_NAMES[dtype], head_dim, value_dim or head_dim, causal,
             grouped, role, forward_kernel, backward, gpu, config_dir,
         )  # fmt: skip
-        if prints():
+        if is_printing_rank():
             check_folder("--out-dir", out_dir)
         for name in config.kernels:
             kernels.append(kernel := export(config, name))
-            if prints() and json != "-":
+            if is_printing_rank() and json != "-":
                 origin = chosen_tiles(config)[name][1]
                 sizes = f"{len(kernel.arguments)} arguments, {kernel.shared} bytes of shared memory"
                 print(f"{name:<9} {sizes}; tile: {origin}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if not prints():
+    if not is_printing_rank():
         return
-    data = write(config, kernels, out_dir)
+    data = write_export(config, kernels, out_dir)
     if json is not None:
         write_json(json, data)
     if json != "-":

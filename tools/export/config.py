@@ -6,13 +6,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ...autotune.compile import ROLES, default_tile, hopper_tile
+from ...autotune.compile import ROLES, builtin_tile, hopper_tile
 from ...kernels.attention import DELTA_BLOCK
-from ...kernels.config import BACKWARDS, FORWARD_KERNELS, Tile
+from ...kernels.config import BACKWARD_MODES, FORWARD_KERNELS, Tile
 from ...kernels.gpu import assumed_gpu
-from ...kernels.tables import KERNELS, Entry, Table, folder_of, is_offered, options_of, tables_of
+from ...kernels.tables import (
+    KERNELS,
+    Table,
+    TableEntry,
+    find_tables,
+    is_usable_entry,
+    resolve_config_dir,
+    tuned_options,
+)
 
-BUILT_IN = "built-in default, never timed"
+BUILTIN_TILE_NOTE = "built-in default, never timed"
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class ExportConfig:
         for name, value, allowed in (
             ("role", self.role, ROLES),
             ("forward_kernel", self.forward_kernel, FORWARD_KERNELS),
-            ("backward", self.backward, BACKWARDS),
+            ("backward", self.backward, BACKWARD_MODES),
         ):
             if value not in allowed:
                 raise ValueError(f"{name} is {value}: it must be one of {', '.join(allowed)}")
@@ -77,7 +85,7 @@ def chosen_tiles(config: ExportConfig) -> Tiles:
     """
     tables: list[Table] = []
     if config.gpu is not None:
-        tables = tables_of(assumed_gpu(config.arch, config.gpu), folder_of(config.config_dir))
+        tables = find_tables(assumed_gpu(config.arch, config.gpu), resolve_config_dir(config.config_dir))
         if not tables:
             raise ValueError(
                 f"there is no table of {config.gpu}, sm_{config.arch}, for this version of Triton; create it with "
@@ -87,7 +95,7 @@ def chosen_tiles(config: ExportConfig) -> Tiles:
     for name in (*KERNELS, "gradients") if config.backward != "two_pass" else KERNELS:
         kernel = config.backward if name == "gradients" else name
         tuned = next((tile for table in tables if (tile := _tuned(table, config, kernel)) is not None), None)
-        tiles[name] = (_built_in(config, kernel), BUILT_IN) if tuned is None else tuned
+        tiles[name] = (_built_in(config, kernel), BUILTIN_TILE_NOTE) if tuned is None else tuned
     return tiles
 
 
@@ -98,30 +106,30 @@ def _tuned(table: Table, config: ExportConfig, kernel: str) -> tuple[Tile, str] 
     matching = [
         entry
         for entry in table.entries
-        if entry.point[:4] == key and entry.point.mask == mask and is_offered(entry, estimated=False)
+        if entry.point[:4] == key and entry.point.mask == mask and is_usable_entry(entry, estimated=False)
     ]
     if not matching:
         return None
-    entry: Entry = max(matching, key=lambda entry: (entry.point.length, entry.point.group))
+    entry: TableEntry = max(matching, key=lambda entry: (entry.point.length, entry.point.group))
     version = ".".join(map(str, table.triton))
     origin = (
         f"table of {table.gpu}, Triton {version}, at {entry.point.length} tokens on {entry.date[:10]}: "
         f"{entry.seconds:.3g} s"
     )
-    options = options_of(entry.tile)
+    options = tuned_options(entry.tile)
     if kernel == "forward" and options.setdefault("forward_kernel", "portable") == config.forward_kernel:
         del options["forward_kernel"]
     if not options:
         return entry.tile, origin
     text = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    return _built_in(config, kernel), f"{BUILT_IN}; the {origin}, is for {text}, which is not exported"
+    return _built_in(config, kernel), f"{BUILTIN_TILE_NOTE}; the {origin}, is for {text}, which is not exported"
 
 
 def _built_in(config: ExportConfig, kernel: str) -> Tile:
     head_dim = max(config.head_dim, config.head_dim_v)
     if kernel == "hopper":
         return hopper_tile(head_dim)
-    if (tile := default_tile(kernel, config.arch, config.dtype, head_dim)) is None:
+    if (tile := builtin_tile(kernel, config.arch, config.dtype, head_dim)) is None:
         raise ValueError(
             f"head dim {head_dim} has no tile for a single-pass backward that fits sm_{config.arch}; "
             "backward='two_pass' supports all head dims"

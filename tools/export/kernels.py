@@ -15,16 +15,16 @@ import torch
 import triton
 
 from ... import __version__
-from ...autotune.compile import HOPPER, META, Launch, Sizes, Variant, compiled, launches
-from ...autotune.gate import read_with, threads_of
-from ...bench.common.provenance import git, sources
+from ...autotune.compile import HOPPER, META, CallSizes, KernelVariant, RecordedLaunch, compile_launch, record_launches
+from ...autotune.gate import required_threads, run_binary_tool
+from ...bench.common.provenance import git, source_digest
 from ...kernels import attention_delta
 from ...kernels.config import Tile
 from ...kernels.gpu import shared_limit
-from ...kernels.tables import DTYPES, Options
+from ...kernels.tables import DTYPES, OptionItems
 from .config import ExportConfig, chosen_tiles
 
-BY_KEYS = ("dkdv", "gradients")
+KEY_GRID_KERNELS = ("dkdv", "gradients")
 """Kernels with a grid over keys: their rows are keys, their columns queries, and their heads key heads."""
 
 ALIGNMENT = 16
@@ -40,7 +40,7 @@ MAP_BYTES, MAP_ALIGNMENT = 128, 64
 
 AXES = "bshd"
 
-SIZES = Sizes(batch=7, queries=31_000_003, keys=31_000_013, heads=105, kv_heads=35)
+SIZES = CallSizes(batch=7, queries=31_000_003, keys=31_000_013, heads=105, kv_heads=35)
 UNGROUPED = SIZES._replace(kv_heads=SIZES.heads)
 """Sizes of the meta tensors. They are distinct, and neither 1 nor multiples of 16, so that Triton does not specialise
 them. Only strides count as multiples of 16 if the head dim is one. The batch stride exceeds 2^31 and is 64-bit."""
@@ -100,7 +100,7 @@ class TensorMap:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedKernel:
     """Compiled kernel with everything that a launch needs."""
 
     name: str  # forward, delta, dq, dkdv or gradients
@@ -114,17 +114,17 @@ class Exported:
     tile: Tile
     shared: int  # bytes
 
-    def asks_for(self, name: str) -> bool:
+    def needs_input(self, name: str) -> bool:
         """Return True if ``name`` is a field of the struct that a caller fills in."""
         return any(argument.name == name for argument in self.inputs)
 
     @property
     def block(self) -> int:
         """Rows per program."""
-        return self.tile.block_k if self.name in BY_KEYS else self.tile.block_q
+        return self.tile.block_k if self.name in KEY_GRID_KERNELS else self.tile.block_q
 
 
-def export(config: ExportConfig, name: str) -> Exported:
+def export(config: ExportConfig, name: str) -> ExportedKernel:
     """Compile one kernel of a config.
 
     Raises:
@@ -138,63 +138,63 @@ def export(config: ExportConfig, name: str) -> Exported:
         raise ValueError(
             f"the {name} kernel takes {metadata.shared} bytes of shared memory, sm_{config.arch} has {limit}"
         )
-    arguments, inputs, maps = arguments_of(launch, symbols_of(config, name))
-    layout, threads = parameter_layout(cubin), threads_of(binary.asm["ptx"])
+    arguments, inputs, maps = split_arguments(launch, size_symbols(config, name))
+    layout, threads = read_parameter_layout(cubin), required_threads(binary.asm["ptx"])
     if metadata.global_scratch_size or metadata.profile_scratch_size or getattr(metadata, "num_ctas", 1) != 1:
         raise RuntimeError(f"the {name} kernel needs scratch memory or a cluster, which the launcher does not support")
-    expected = offsets(arguments, layout.base)
+    expected = parameter_offsets(arguments, layout.base)
     if layout.parameters != expected:
         raise RuntimeError(
             f"the {name} kernel takes parameters of (offset, bytes) {layout.parameters}, its launcher passes {expected}"
         )
-    return Exported(
+    return ExportedKernel(
         name, metadata.name, cubin, arguments, inputs, maps, tuple(layout.parameters), threads, tile, metadata.shared
     )
 
 
-def compiled_launch(config: ExportConfig, name: str) -> Launch:
+def compiled_launch(config: ExportConfig, name: str) -> RecordedLaunch:
     """Compile the launch of one kernel, without line info, which has paths of this machine."""
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True
-        return compiled(launch_of(config, name), config.arch)
+        return compile_launch(export_launch(config, name), config.arch)
 
 
-def launch_of(config: ExportConfig, name: str) -> Launch:
+def export_launch(config: ExportConfig, name: str) -> RecordedLaunch:
     """Return the uncompiled launch of one kernel, which fixes only the alignment of its tensors."""
     sizes = SIZES if config.grouped else UNGROUPED
     if name == "delta":  # the exported kernel has no dlse
         shape = sizes.batch, sizes.queries, sizes.heads, config.head_dim_v
         out, dout = (torch.empty(shape, dtype=DTYPES[config.dtype], device=META) for _ in range(2))
-        return launches(attention_delta, config.arch, dout, out)[0]
-    return variant_of(config, name, sizes).launch
+        return record_launches(attention_delta, config.arch, dout, out)[0]
+    return export_variant(config, name, sizes).launch
 
 
-def variant_of(config: ExportConfig, name: str, sizes: Sizes) -> Variant:
+def export_variant(config: ExportConfig, name: str, sizes: CallSizes) -> KernelVariant:
     """Return the variant of one kernel except delta."""
-    options: Options = ()
+    options: OptionItems = ()
     kernel = config.backward if name == "gradients" else name
     if (name, config.forward_kernel) == ("forward", "hopper"):
         kernel, options = HOPPER["hopper"]
     elif kernel == "hopper":
         kernel, options = HOPPER["hopper_backward"]
-    return Variant(
+    return KernelVariant(
         kernel, config.arch, config.dtype, config.head_dim, config.head_dim_v, chosen_tiles(config)[name][0],
         config.role, not config.bounded, config.grouped, options=options, sizes=sizes,
     )  # fmt: skip
 
 
-def symbols_of(config: ExportConfig, name: str) -> dict[int, str]:
+def size_symbols(config: ExportConfig, name: str) -> dict[int, str]:
     """Return the expression of launcher arguments for each size, by its value in ``SIZES``."""
     sizes = SIZES if config.grouped else UNGROUPED
-    by_keys = name in BY_KEYS
+    by_keys = name in KEY_GRID_KERNELS
     heads = ("heads * group", "heads") if by_keys else ("heads", "heads / group")
     symbols = {sizes.batch: "batch", sizes.queries: "columns" if by_keys else "rows"}
     symbols |= {sizes.keys: "rows" if by_keys else "columns", sizes.heads // sizes.kv_heads: "group"}
     return symbols | ({sizes.heads: heads[0], sizes.kv_heads: heads[1]} if config.grouped else {sizes.heads: "heads"})
 
 
-def arguments_of(
-    launch: Launch, symbols: Mapping[int, str]
+def split_arguments(
+    launch: RecordedLaunch, symbols: Mapping[int, str]
 ) -> tuple[tuple[Argument, ...], tuple[Argument, ...], tuple[TensorMap, ...]]:
     """Return the parameters of the binary, the fields that a caller fills in, and the tensor maps."""
     source, metadata = launch.binary.src, getattr(launch.binary.metadata, "tensordesc_meta", None) or []
@@ -217,7 +217,7 @@ def arguments_of(
             for i, (field, part, part_kind) in enumerate(zip(field_names, value, kind, strict=True)):
                 walk(part, part_kind, (*path, i), field_name(name, field), owner and field_name(owner, field))
         elif hasattr(value, "block_shape"):
-            tensor_map = _map_of(value, name, symbols, metadata[len(maps)], by_pointer=id(value.base) in owners)
+            tensor_map = _tensor_map(value, name, symbols, metadata[len(maps)], by_pointer=id(value.base) in owners)
             maps.append(tensor_map)
             parameters.extend(tensor_map.parameters())
             inputs.extend(() if tensor_map.by_pointer else tensor_map.inputs())
@@ -238,7 +238,7 @@ def arguments_of(
     return tuple(parameters), tuple(inputs), tuple(maps)
 
 
-def _map_of(
+def _tensor_map(
     value: Any, name: str, symbols: Mapping[int, str], metadata: Mapping[str, Any], *, by_pointer: bool
 ) -> TensorMap:
     """Return the tensor map of a descriptor.
@@ -261,7 +261,7 @@ def field_name(name: str, field: str) -> str:
     return field if name in ("shape", "bounds") else f"{name}_{field}"
 
 
-def offsets(arguments: tuple[Argument, ...], base: int) -> list[tuple[int, int]]:
+def parameter_offsets(arguments: tuple[Argument, ...], base: int) -> list[tuple[int, int]]:
     """Return (offset, bytes) of every parameter and of SCRATCH in the compiler's layout.
 
     ``base`` is the start of the parameters in their constant bank. Maps are aligned in the bank, not relative to
@@ -282,20 +282,20 @@ PARAMETER = re.compile(
 BANK = re.compile(r"EIATTR_PARAM_CBANK.*?Value:\s*0x[0-9a-f]+ 0x([0-9a-f]+)", re.DOTALL)
 
 
-class Layout(NamedTuple):
+class ParameterLayout(NamedTuple):
     """Layout of the parameters of a binary."""
 
     base: int  # start of the parameters in their constant bank
     parameters: list[tuple[int, int]]  # (offset, bytes) in order
 
 
-def parameter_layout(cubin: bytes) -> Layout:
-    text = read_with("cuobjdump", "-elf", cubin=cubin)
+def read_parameter_layout(cubin: bytes) -> ParameterLayout:
+    text = run_binary_tool("cuobjdump", "-elf", cubin=cubin)
     bank = BANK.search(text)
     assert bank is not None
     layout = sorted(tuple(int(number, 16) for number in entry) for entry in PARAMETER.findall(text))
     # the low half of the word is the start, the high half the number of bytes
-    return Layout(int(bank[1], 16) & 0xFFFF, [(offset, size) for _, offset, size in layout])
+    return ParameterLayout(int(bank[1], 16) & 0xFFFF, [(offset, size) for _, offset, size in layout])
 
 
 # the manifest
@@ -318,13 +318,13 @@ FIXED = {
 """Settings of all maps; with this ``oob_fill`` rows past the end are zeros."""
 
 
-def manifest(config: ExportConfig, kernels: list[Exported], hashes: dict[str, str]) -> dict[str, Any]:
+def manifest(config: ExportConfig, kernels: list[ExportedKernel], hashes: dict[str, str]) -> dict[str, Any]:
     """Return the manifest: files with SHA-256 ``hashes``, versions, and everything that another launcher needs."""
     return {
         "schema": SCHEMA,
         "name": config.prefix,
         "licence": LICENCE,
-        "versions": {"ringattn": __version__, "triton": triton.__version__, "sources": sources(), **git()},
+        "versions": {"ringattn": __version__, "triton": triton.__version__, "sources": source_digest(), **git()},
         "arch": f"sm_{config.arch}",
         "dtype": config.dtype,
         "head_dim": [config.head_dim, config.head_dim_v],
@@ -335,7 +335,7 @@ def manifest(config: ExportConfig, kernels: list[Exported], hashes: dict[str, st
     }
 
 
-def _entry(config: ExportConfig, kernel: Exported) -> dict[str, Any]:
+def _entry(config: ExportConfig, kernel: ExportedKernel) -> dict[str, Any]:
     tile, origin = chosen_tiles(config)[kernel.name]
     parameters = [*map(_parameter, kernel.arguments), *SCRATCH]
     maps = {f"{tensor_map.tensor}_map": _map(tensor_map) for tensor_map in kernel.maps}

@@ -13,10 +13,10 @@ from ringattn.comm import Topology
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.config import is_single_pass
 from ringattn.ring import BlockMask, Mask
-from ringattn.ring.mesh import joined, shared
-from ringattn.ring.schedule.active import sent_keys
+from ringattn.ring.mesh import ring_layout, ulysses_layout
+from ringattn.ring.schedule.visibility import sent_keys
 
-from ..layouts import Window, named
+from ..layouts import Window, build_layout
 from . import kernels
 
 HEADS, KV_HEADS, DIM, DIM_V = 4, 2, 4, 8
@@ -52,7 +52,7 @@ class Case:
 
     def on_ring(self, call: RecordedCall) -> RecordedCall:
         """Return a call with the layout of the ring, whose ranks hold the tokens of several Ulysses ranks."""
-        return call if self.ulysses == 1 else call._replace(layout=joined(call.layout, self.ulysses))
+        return call if self.ulysses == 1 else call._replace(layout=ring_layout(call.layout, self.ulysses))
 
     def kernels(self, call: RecordedCall) -> tuple[str, ...]:
         """Return the kernels that a call launches once per shard, mask part and chunk of heads."""
@@ -116,7 +116,7 @@ def _unsharded(case: Case, number: int, call: RecordedCall, rank: int) -> dict[s
 def _expected(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
     """Return the results of a rank's tokens, taken from those of its ring rank."""
     ring_rank, ulysses_rank = divmod(rank, case.ulysses)
-    positions = shared(call.layout, case.ulysses, ring_rank).positions(ulysses_rank)
+    positions = ulysses_layout(call.layout, case.ulysses, ring_rank).positions(ulysses_rank)
     values = _of_place(case, number, case.on_ring(call), ring_rank)
     return {name: x.index_select(2 if name.startswith("lse") else 1, positions) for name, x in values.items()}
 
@@ -161,7 +161,7 @@ def _few_that_see_all(world: int, few: tuple[int, ...]) -> Case:
 
 
 def _call(layout: str, world: int, mask: Mask = CAUSAL, tokens: int = 6, backward: bool = True) -> RecordedCall:
-    return RecordedCall(named(layout, tokens * world, world), mask, backward)
+    return RecordedCall(build_layout(layout, tokens * world, world), mask, backward)
 
 
 def _case(layout: str, world: int, mask: Mask = CAUSAL, tokens: int = 6, **ring: object) -> Case:

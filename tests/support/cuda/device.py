@@ -25,7 +25,7 @@ from ringattn.comm import cuda_threads
 PATIENCE = 60.0  # seconds until a wait of the host counts as a deadlock
 GLOBAL, THREAD_LOCAL = 0, 1  # cudaStreamCaptureMode
 SITED = ("wait", "record", "synchronize", "synchronize event", "write", "await")
-OURS = ("ringattn.comm.", "ringattn.ring.", "ringattn.kernels.shared")
+OURS = ("ringattn.comm.", "ringattn.ring.", "ringattn.kernels.shared_cache")
 DEPTH = 40  # frames searched for callers in our code
 MULTIPROCESSORS = 18  # two more than the copy kernel has blocks
 
@@ -138,13 +138,13 @@ class Device:
 
     # streams, events, devices
 
-    def index_of(self, device: object = None) -> int:
+    def device_index(self, device: object = None) -> int:
         """Return the index of a CUDA device; for any other device, that of the current one."""
         index = device if device is None or isinstance(device, int) else torch.device(device).index  # type: ignore[call-overload]
         return self.thread.index if index is None else index
 
     def stream(self, device: object = None, priority: int = 0) -> Stream:
-        return Stream(self, priority, self.index_of(device))
+        return Stream(self, priority, self.device_index(device))
 
     def default_stream(self, index: int) -> Stream:
         return self.stream(index)
@@ -153,7 +153,7 @@ class Device:
         return Event(enable_timing, self)
 
     def current(self, device: object = None) -> Stream:
-        index, streams = self.index_of(device), self.thread.streams
+        index, streams = self.device_index(device), self.thread.streams
         if index not in streams:
             streams[index] = self.default_stream(index)
         return streams[index]
@@ -178,7 +178,7 @@ class Device:
             self.thread.index = before
 
     def set_device(self, device: object) -> None:
-        self.thread.index = self.index_of(device)
+        self.thread.index = self.device_index(device)
 
     def exchange_capture_mode(self, mode: int) -> int:
         before, self.thread.capture_mode = self.thread.capture_mode, mode

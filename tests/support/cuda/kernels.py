@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels.device.dq_sum import Turns
+from ringattn.kernels.device.dq_sum import AddTurns
 from ringattn.kernels.gpu import INTERPRETER_GPU
 
 from .recorder import Recorder
@@ -89,7 +89,7 @@ def reduce(dk_parts: Any, dv_parts: Any, dk_sum: Any, dv_sum: Any, dk: Any, dv: 
 
 def single_pass(
     dout: Any, q: Any, k: Any, v: Any, lse: Tensor, delta: Tensor, dk_sum: Any, dv_sum: Any, dk: Any, dv: Any,
-    total: Any, box: Any, turns: Turns, bounds: Any, *_: Any, **flags: Any,
+    total: Any, box: Any, turns: AddTurns, bounds: Any, *_: Any, **flags: Any,
 ) -> None:  # fmt: skip
     """Compute dK/dV and add to dQ; gates that are not 0 at first give a wrong dQ, as they would hang on a GPU."""
     dkdv(dout, q, k, v, lse, delta, dk_sum, dv_sum, dk, dv, bounds, **flags)
@@ -136,7 +136,7 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
         reads: list[Tensor] = []
         writes: list[Tensor] = []
         for place, argument in enumerate(args):
-            if isinstance(argument, Turns) and argument.gates is not None:
+            if isinstance(argument, AddTurns) and argument.gates is not None:
                 writes.append(argument.gates)
                 argument = argument._replace(gates=None)
             torch.utils._pytree.tree_map_only(Tensor, (writes if place in written else reads).append, argument)
@@ -147,7 +147,7 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
 
     # One multiprocessor is always busy, so dK/dV is not split unless a config asks for splits.
     gpu = INTERPRETER_GPU._replace(multiprocessors=1, l2_bytes=1 << 20)
-    monkeypatch.setattr("ringattn.kernels.order.gpu_or_interpreter", lambda device: gpu)
+    monkeypatch.setattr("ringattn.kernels.tile_schedule.gpu_or_interpreter", lambda device: gpu)
     for module_name in [name for name in sys.modules if name.startswith("ringattn.kernels.")]:
         if hasattr(sys.modules[module_name], "launch") and not module_name.endswith(".launch"):
             monkeypatch.setattr(sys.modules[module_name], "launch", launch)

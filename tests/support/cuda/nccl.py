@@ -17,9 +17,9 @@ import torch
 
 from ringattn.comm import Message, Transport
 from ringattn.comm.transports import nccl
-from ringattn.comm.transports.lanes import StreamLane
+from ringattn.comm.transports.copy_streams import CudaCopyStream
 
-from ..transport_cases import filled
+from ..transport_cases import constant_tensor
 from .device import PATIENCE, THREAD_LOCAL, Device, Event
 
 Wire = tuple[bytes, int, int]  # communicator, source and destination
@@ -201,11 +201,13 @@ def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
 
 def check_held(device: Device, transport: Transport, peer: int) -> None:
     """Check that a posted tensor lives until the owning stream's last wait, and no longer."""
-    sent, received = filled(1, 4, torch.device("cpu")), filled(0, 4, torch.device("cpu"))
+    sent, received = constant_tensor(1, 4, torch.device("cpu")), constant_tensor(0, 4, torch.device("cpu"))
     alive = [weakref.ref(sent), weakref.ref(received)]
     fence = transport.post(sends=[Message(peer, sent)], receives=[Message(peer, received)])
     del sent, received
-    StreamLane(torch.device("cpu")).follow([fence])  # a wait of a third stream must not release the tensors
+    CudaCopyStream(torch.device("cpu")).wait_for_fences(
+        [fence]
+    )  # a wait of a third stream must not release the tensors
     owner, alive_at_wait = device.current(), list[list[bool]]()
     wait_event = owner.wait_event
 

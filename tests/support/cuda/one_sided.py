@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringattn.comm import LocalGroup
-from ringattn.comm.control import control_of
+from ringattn.comm.control import open_control
 from ringattn.comm.transports import nccl_one_sided
 
 from .device import site
@@ -140,5 +140,5 @@ def install_one_sided(monkeypatch: pytest.MonkeyPatch, fabric: Fabric) -> Window
 
 def opened(group: LocalGroup, **more: object) -> nccl_one_sided.NcclOneSidedTransport:
     """Return a transport of CPU tensors over all virtual ranks."""
-    options: dict[str, Any] = {"device": torch.device("cpu"), "timeout": 60.0, "control": control_of(group), **more}
+    options: dict[str, Any] = {"device": torch.device("cpu"), "timeout": 60.0, "control": open_control(group), **more}
     return nccl_one_sided.NcclOneSidedTransport(rank=group.rank(), size=group.size(), **options)

@@ -22,20 +22,20 @@ from torch.autograd.graph import _engine_run_backward
 import ringattn.ring.ring as ring_module
 from ringattn import LocalWorld, Ring, ring_attention, unshard
 from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology
-from ringattn.comm.control import control_of
+from ringattn.comm.control import open_control
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.registry import find_transport
 from ringattn.comm.transport import WARM_UP_SECONDS
-from ringattn.comm.transports import choice
+from ringattn.comm.transports import selection
 from ringattn.comm.world import LocalMesh
-from ringattn.kernels import shared as shared_module
-from ringattn.kernels.shared import Shared
+from ringattn.kernels import shared_cache as shared_module
+from ringattn.kernels.shared_cache import SharedValue
 from ringattn.ring import Layout, Mask, buffers, ops, prepare
-from ringattn.ring import rows as rows_module
-from ringattn.ring.buffers import Key
+from ringattn.ring import row_packing as rows_module
+from ringattn.ring.buffers import PostKey
 from ringattn.ring.schedule import plan as plan_module
-from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.plan import plan
+from ringattn.ring.schedule.visibility import sent_keys
 
 from .cases import GIVEN, Case, expected, seen, shard
 from .device import PATIENCE, Use
@@ -66,16 +66,16 @@ def cached_by() -> str:
 
 def name_cached(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
     """Name every cached device tensor after our function that made it."""
-    original_init = Shared.__init__
+    original_init = SharedValue.__init__
 
-    def named_init(self: Shared[Any], value: Any, tensors: Any) -> None:
+    def named_init(self: SharedValue[Any], value: Any, tensors: Any) -> None:
         present = [x for x in tensors if x is not None]
         original_init(self, value, present)
         for x in present:
             if recorder.on_device(x):
                 recorder.name(x, f"{CACHED_BY}{cached_by()}")
 
-    monkeypatch.setattr(Shared, "__init__", named_init)
+    monkeypatch.setattr(SharedValue, "__init__", named_init)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Recording:
     recorder: Recorder
     graph: Graph
     results: list[dict[str, Ref]]  # per rank, results that the caller read
-    keys: list[list[tuple[int, Key]]]  # per rank, call and key of its posts, in order
+    keys: list[list[tuple[int, PostKey]]]  # per rank, call and key of its posts, in order
 
     def problems(self) -> list[str]:
         failures = self.graph.problems() + self.out_of_order() + self.miscounted()
@@ -117,7 +117,7 @@ class Recording:
             call, _, rest = kernel.label.partition(",")
             hop = int(rest.split()[2])
             for op in arrivals:
-                later = op.label.startswith(f"{call}, forward") and self._by_label[op.label].brings > hop
+                later = op.label.startswith(f"{call}, forward") and self._by_label[op.label].payload_hop > hop
                 if later and op.rank == kernel.rank and self.graph.happens_before(op, kernel):
                     failures.append(f"{kernel} waits for {op}, which it does not need")
         return failures
@@ -143,7 +143,7 @@ class Recording:
         return _place(self._by_label[label])
 
     @cached_property
-    def _by_label(self) -> dict[str, Key]:
+    def _by_label(self) -> dict[str, PostKey]:
         return {f"call {call}, {key}": key for keys in self.keys for call, key in keys}
 
     def replayed(self, seed: int, before: list[set[int]] | None = None) -> list[dict[str, Tensor]]:
@@ -170,8 +170,8 @@ def _same(got: Tensor, want: Tensor) -> bool:
     return got.dtype == want.dtype and torch.equal(got, want)
 
 
-def _place(key: Key) -> tuple[int, ...]:
-    return key.hop, key.kind, key.brings, key.chunk
+def _place(key: PostKey) -> tuple[int, ...]:
+    return key.hop, key.kind, key.payload_hop, key.chunk
 
 
 def record(case: Case) -> Recording:
@@ -194,22 +194,22 @@ class _Session:
         self.calls = [0] * case.world  # index of each rank's current call
         self.results: list[dict[str, Ref]] = [{} for _ in range(case.world)]
         self.kept: list[Tensor] = []
-        self.keys: list[list[tuple[int, Key]]] = [[] for _ in range(case.world)]
+        self.keys: list[list[tuple[int, PostKey]]] = [[] for _ in range(case.world)]
         self._barrier = threading.Barrier(case.world)
         monkeypatch.setattr(ring_module, "open_transports", self.open)
         monkeypatch.setattr(ring_module, "open_transport", lambda *rest, **more: self.open(*rest, **more, flat=True)[0])
         monkeypatch.setattr(prepare, "build_mask", self.build_mask)
         # Bypass the dispatcher, because the stand-in's modes are off inside custom ops.
         monkeypatch.setattr(ops, "_FORWARD", ops._ring_attention)
-        monkeypatch.setattr(ops, "_GRADIENTS", ops.gradients)
-        monkeypatch.setattr(ring_module, "ring_of", lambda *_: self.exchange)
+        monkeypatch.setattr(ops, "_GRADIENTS", ops.run_backward)
+        monkeypatch.setattr(ring_module, "default_ring", lambda *_: self.exchange)
         monkeypatch.setattr(
             ring_module,
-            "_default_ring",
+            "_new_ring",
             lambda group, deadline: Ring(group, transport=case.transport, deadline=deadline),
         )
         self._caches: list[Any] = []
-        for module, name in ((plan_module, "_shared_plan"), (rows_module, "_shared_rows"), (prepare, "shared")):
+        for module, name in ((plan_module, "_shared_plan"), (rows_module, "_cached_rows"), (prepare, "shared")):
             monkeypatch.setattr(module, name, self.of_process(getattr(module, name)))
         # One layout per process, because layouts cache device tensors.
         self.layouts = [{call.layout: fresh(call.layout) for call in case.calls} for _ in self._processes]
@@ -387,10 +387,10 @@ class _Session:
         """Return one transport per level of the ring, like `open_transports` between processes."""
         if transport == "local":
             return tuple(LocalTransport(group, device) for _ in range(1 + bool(topology and topology.two_level)))
-        options = {"control": control_of(group), "limits": NO_LIMITS, "timeout": WARM_UP_SECONDS}
+        options = {"control": open_control(group), "limits": NO_LIMITS, "timeout": WARM_UP_SECONDS}
         return tuple(
             find_transport(transport).open(group, device, members=level.members, nodes=level.nodes, **options)
-            for level in choice._levels(group.rank(), topology or Topology.flat(group.size()), flat=flat)
+            for level in selection._levels(group.rank(), topology or Topology.flat(group.size()), flat=flat)
         )
 
     # names
@@ -407,7 +407,7 @@ class _Session:
     def _label(self, monkeypatch: pytest.MonkeyPatch) -> None:
         post, tensors, session = buffers.RingCall.post, Slots.tensors, self
 
-        def labelled(call: buffers.RingCall, level: int, key: Key, sends: Any, receives: Any, after: Any) -> Any:
+        def labelled(call: buffers.RingCall, level: int, key: PostKey, sends: Any, receives: Any, after: Any) -> Any:
             rank = session.recorder.thread.rank
             if sends.messages or receives.messages:
                 session.keys[rank].append((session.calls[rank], key))
@@ -444,4 +444,4 @@ class _Spans:
 
     def watching(self, call: buffers.RingCall) -> buffers.RingCall:
         """Return the call with this trace's spans; the recorder itself sees transfers and waits."""
-        return replace(call, span=partial(self.span, call.phase))
+        return replace(call, record_span=partial(self.span, call.phase))

@@ -17,7 +17,7 @@ import triton
 
 from ringattn.kernels import Tile
 from ringattn.kernels.gpu import assumed_gpu
-from ringattn.kernels.tables import CONFIG_DIR, Point
+from ringattn.kernels.tables import CONFIG_DIR, TuningPoint
 
 from ..tile_tables import entry, save
 
@@ -32,8 +32,8 @@ needs_cpp = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler"
 
 A100 = assumed_gpu(80, "NVIDIA A100-SXM4-80GB")
 TUNED = {
-    "forward": (Point("forward", "fp16", 40, 16, 1, "full", 8192), Tile(64, 32, 4, 2)),
-    "gradients": (Point("single_pass_deterministic", "bf16", 96, 96, 1, "bounded", 8192), Tile(32, 32, 4, 1)),
+    "forward": (TuningPoint("forward", "fp16", 40, 16, 1, "full", 8192), Tile(64, 32, 4, 2)),
+    "gradients": (TuningPoint("single_pass_deterministic", "bf16", 96, 96, 1, "bounded", 8192), Tile(32, 32, 4, 1)),
 }
 """Table entries of the kernels that "last" and "atomics" export."""
 

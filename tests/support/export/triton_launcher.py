@@ -19,12 +19,12 @@ import torch
 import triton
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
-from ringattn.autotune.compile import Sizes, call
-from ringattn.kernels import FULL, Bounds, attention, hopper_backward_launch, hopper_launch, single_pass
+from ringattn.autotune.compile import CallSizes, call_entry
+from ringattn.kernels import FULL, Bounds, attention, hopper_backward_launch, hopper_forward_launch, single_pass
 from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.tables import DTYPES
 from ringattn.tools.export.config import ExportConfig
-from ringattn.tools.export.kernels import compiled_launch, field_name, parameter_layout, variant_of
+from ringattn.tools.export.kernels import compiled_launch, export_variant, field_name, read_parameter_layout
 
 from .exports import STREAM, Record
 
@@ -50,7 +50,7 @@ def captured(config: ExportConfig, case: dict[str, int]) -> dict[str, tuple[int,
     """Return what the host entries launch, by kernel: programs and arguments in kernel order."""
     by_kernel: dict[str, list[tuple[int, list[Any]]]] = {name: [] for name in config.kernels}
     heads = case["key_heads"] * (case["group"] if config.grouped else 1)
-    sizes, make = Sizes(case["batch"], case["rows"], case["columns"], heads, case["key_heads"]), Strided()
+    sizes, make = CallSizes(case["batch"], case["rows"], case["columns"], heads, case["key_heads"]), Strided()
     ends = torch.arange(sizes.queries, dtype=torch.int32).clamp(max=sizes.keys)
     bounds = Bounds(torch.zeros_like(ends), ends) if config.bounded else FULL
     values = sizes.batch, sizes.queries, heads, config.head_dim_v
@@ -67,15 +67,15 @@ def captured(config: ExportConfig, case: dict[str, int]) -> dict[str, tuple[int,
         with (
             patch.object(attention, "launch", launch),
             patch.object(single_pass, "launch", launch),
-            patch.object(hopper_launch, "launch", launch),
+            patch.object(hopper_forward_launch, "launch", launch),
             patch.object(hopper_backward_launch, "launch", launch),
-            patch.object(hopper_launch, "is_hopper", lambda device: True),
+            patch.object(hopper_forward_launch, "is_hopper_device", lambda device: True),
             patch.object(single_pass, "gpu_specs", lambda device: assumed_gpu(config.arch)),
         ):
             if name == "delta":
                 attention.attention_delta(*(make(name, *values, dtype=DTYPES[config.dtype]) for _ in range(2)))
             else:
-                call(variant_of(config, name, sizes), make, bounds)
+                call_entry(export_variant(config, name, sizes), make, bounds)
     assert all(len(launches) == 1 for launches in by_kernel.values())
     return {name: launches[0] for name, launches in by_kernel.items()}
 
@@ -106,7 +106,7 @@ def by_name(names: list[str], values: list[Any]) -> dict[str, Any]:
 def launched(library: ctypes.CDLL, made: Any, programs: int, arguments: list[Any], version: int) -> dict[str, Any]:
     """Launch on the recording driver and return what arrives there."""
     record = Record.in_dll(library, "record")
-    record.expect([size for _, size in parameter_layout(made.asm["cubin"]).parameters], version)
+    record.expect([size for _, size in read_parameter_layout(made.asm["cubin"]).parameters], version)
     before = record.launches
     launcher = CudaLauncher(made.src, made.metadata)
     launcher(programs, 1, 1, STREAM, 2, made.packed_metadata, None, None, None, *arguments)

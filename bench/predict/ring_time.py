@@ -1,0 +1,239 @@
+"""The time of a ring, from its programs, the cost of each operation and the simulated clock.
+
+Up to ``MOST_SIMULATED`` ranks are simulated one by one. The time of a plain ring grows linearly with the number of
+nodes, and with the number of ranks of a node. Larger rings are therefore extrapolated from two small ones, exactly up
+to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ...kernels import Bounds
+from ...ring.schedule.plan import Plan
+from .links import ClusterLinks
+from .predicted_call import PredictedCall, bounds_area
+from .program import COMPUTE, PASSES, Op, Program, record_program
+from .simulator import RankTimes, run_programs, slow_launches
+from .speed import DKDV, DQ, FOLD, MOST_RANKS, NO_PERTURBATION, Area, Perturbation, Seconds, Speed
+
+RECORDED_TOKENS = 256  # tokens per rank in recorded programs of plain rings; bytes scale with the real tokens
+MOST_SIMULATED = 32  # ranks of a plain ring; larger ones are extrapolated
+LEAST_RANKS, MORE_RANKS = 16, 8  # size of the smaller simulated ring, and how many more ranks the larger one has
+LEAST_NODES, MORE_NODES = 3, 2
+LATE_NODES = 6  # with causal contiguous shards in a flat ring over nodes, time is linear from here on
+LARGE_NODE, SMALL_NODE = 16, 12  # ranks; nodes above LARGE_NODE are extrapolated from these two sizes
+SURELY_TIED = 1e-9  # relative to a pass: ranks that end this close end together
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Times of a forward or a backward: numbers, or arrays with one element per case."""
+
+    phase: str
+    seconds: Seconds
+    """Seconds until the last rank is done."""
+    exposed: Seconds = 0.0
+    """Seconds of these in which the last rank's compute stream was idle."""
+    worst: Seconds = 0.0
+    """Longest idle time before the launches of one hop, on the same rank."""
+    tracks: tuple[RankTimes, ...] = ()
+    """Timeline of every rank; empty if smaller rings were simulated."""
+
+    def extrapolate(self, larger: Pass, share: float) -> Pass:
+        """Extrapolate from this pass through the pass of a larger ring; ``share`` counts steps between them."""
+
+        def at(one: Seconds, other: Seconds) -> Seconds:
+            return one + (other - one) * share
+
+        # With causal contiguous shards over nodes the longest wait grows with the ring. Otherwise it is constant.
+        worst = np.maximum(self.worst, at(self.worst, larger.worst))[()]
+        return Pass(self.phase, at(self.seconds, larger.seconds), at(self.exposed, larger.exposed), worst)
+
+
+def predict_passes(
+    call: PredictedCall,
+    speed: Speed,
+    links: ClusterLinks,
+    perturbation: Perturbation = NO_PERTURBATION,
+    *,
+    phases: Sequence[str] = PASSES,
+    tokens: Any = None,
+    simulated: bool = False,
+) -> tuple[Pass, ...]:
+    """Predict the passes of a call; raise ValueError if ranks differ in their work and are too many to simulate.
+
+    ``tokens`` is an array of tokens per rank instead of the call's. Then every time is an array; so it is with jitter,
+    over draws. ``simulated`` simulates every rank instead of extrapolating.
+    """
+
+    def simulate(variant: PredictedCall, phase: str) -> Pass:
+        return _simulated(variant, speed, links, perturbation, phase, tokens)
+
+    return build_passes(call, simulate, perturbation, phases, simulated=simulated)
+
+
+def build_passes(
+    call: PredictedCall,
+    make_pass: Callable[[PredictedCall, str], Pass],
+    perturbation: Perturbation,
+    phases: Sequence[str],
+    *,
+    simulated: bool = False,
+) -> tuple[Pass, ...]:
+    """Compute every pass by ``make_pass``; extrapolate large rings unless ranks are perturbed or ``simulated`` is set."""
+    perturbation.check(call.world)
+    every = simulated or perturbation.is_active
+    return tuple(make_pass(call, phase) if every else _extrapolate_pass(call, phase, make_pass) for phase in phases)
+
+
+def _extrapolate_pass(call: PredictedCall, phase: str, make_pass: Callable[[PredictedCall, str], Pass]) -> Pass:
+    """Compute a pass by ``make_pass``, or extrapolate it from two smaller rings if there are many ranks."""
+    pair = _smaller_calls(call)
+    if pair is None:
+        return make_pass(call, phase)
+    small, large, share = pair
+    return _extrapolate_pass(small, phase, make_pass).extrapolate(_extrapolate_pass(large, phase, make_pass), share)
+
+
+def _smaller_calls(call: PredictedCall) -> tuple[PredictedCall, PredictedCall, float] | None:
+    """Return two smaller rings, and the call's distance from the first in steps to the second; None to simulate."""
+    if call.world <= (MOST_SIMULATED if call.is_plain else MOST_RANKS):
+        return None
+    if not call.is_plain:
+        raise ValueError(
+            f"GPUs is {call.world}: with this layout and mask at most {MOST_RANKS} can be simulated; "
+            "more need contiguous, zigzag (even shards) or striped, with a full or causal mask"
+        )
+    unit, steps = (call.per_node, call.nodes) if call.nodes > 1 else (1, call.world)
+    if unit > LARGE_NODE:
+        small, large = (replace(call, world=size * call.nodes) for size in (SMALL_NODE, LARGE_NODE))
+        return small, large, (unit - SMALL_NODE) / (LARGE_NODE - SMALL_NODE)
+    late = call.layout == "contiguous" and call.mask.causal and call.nodes > 1 and not call.is_two_level
+    small_steps = max(-(-max(LEAST_RANKS, 2 * call.slots) // unit), LATE_NODES if late else LEAST_NODES)
+    large_steps = small_steps + max(MORE_RANKS // unit, MORE_NODES)
+    if large_steps >= steps:
+        return None
+    small, large = (replace(call, world=unit * n, nodes=n if call.nodes > 1 else 1) for n in (small_steps, large_steps))
+    return small, large, (steps - small_steps) / (large_steps - small_steps)
+
+
+@lru_cache(8)
+def record_ring(call: PredictedCall, phase: str) -> tuple[tuple[Plan, Program], ...]:
+    """Return the plan and the program of every rank."""
+    return tuple(
+        (plan, record_program(call, plan, phase, tokens=call.token_layout.lengths[plan.rank])) for plan in call.plans()
+    )
+
+
+def _simulated(
+    call: PredictedCall, speed: Speed, links: ClusterLinks, perturbation: Perturbation, phase: str, tokens: Any
+) -> Pass:
+    plain = call.is_plain
+    tokens = call.tokens if tokens is None else tokens
+    plans_and_programs = record_ring(replace(call, tokens=RECORDED_TOKENS) if plain else call, phase)
+    price = _plain_price(call, speed, tokens) if plain else _price(call, speed)
+    costs = [
+        [price(plan, op) if op.stream == COMPUTE else 0.0 for op in program.ops] for plan, program in plans_and_programs
+    ]
+    factor = tokens / RECORDED_TOKENS if plain else 1.0
+    programs = [program for _, program in plans_and_programs]
+    return simulate_pass(
+        programs, costs, message_cost(call, links, factor), speed.beside, lambda op: speed.host, perturbation
+    )
+
+
+def simulate_pass(
+    programs: Sequence[Program],
+    costs: Sequence[Sequence[Seconds]],
+    message: Callable[[int, int, int], Seconds],
+    transfer_slowdown: float,
+    host: Callable[[Op], float],
+    perturbation: Perturbation = NO_PERTURBATION,
+) -> Pass:
+    """Simulate a pass of all ranks, given the costs of launches without concurrent transfers."""
+    durations = []
+    for program, alone in zip(programs, costs, strict=True):
+        if perturbation.is_active:
+            factors = perturbation.launch_factors(program.rank, program.phase, len(alone))
+            alone = [cost * factor for cost, factor in zip(alone, factors, strict=True)]
+        durations.append(
+            slow_launches(
+                program, alone, [_transfer(program.rank, op, message) for op in program.ops], transfer_slowdown
+            )
+        )
+    tracks = run_programs(programs, durations, message, host)
+    hops = 1 + max(op.hop for program in programs for op in program.ops)
+    ends = np.array([np.atleast_1d(track.seconds) for track in tracks])  # [rank, case]
+    waits = np.array([[np.broadcast_to(wait, ends.shape[1:]) for wait in track.hop_waits(hops)] for track in tracks])
+    # Among ranks that end together, take the one that waited least.
+    tied = ends >= ends.max(axis=0) * (1 - SURELY_TIED)
+    last = np.where(tied, waits.sum(axis=1), np.inf).argmin(axis=0)
+    last_waits = np.take_along_axis(waits, last[None, None], axis=0)[0]  # [hop, case]
+    results: list[Seconds] = [ends.max(axis=0), last_waits.sum(axis=0), last_waits.max(axis=0)]
+    if ends.shape[1] == 1:
+        results = [float(value[0]) for value in results]
+    return Pass(programs[0].phase, results[0], results[1], results[2], tuple(tracks))
+
+
+def _transfer(rank: int, op: Op, message: Callable[[int, int, int], Seconds]) -> Seconds:
+    """Return the seconds of a group once both ends are ready: those of its longest message."""
+    times = [message(rank, peer, nbytes) for peer, nbytes in (*op.sends, *op.receives)]
+    return times[0] if len(times) == 1 else np.max(times, axis=0) if times else 0.0
+
+
+def message_cost(call: PredictedCall, links: ClusterLinks, factor: Any = 1.0) -> Callable[[int, int, int], Seconds]:
+    """Return a function for the seconds of a message, whose recorded bytes are multiplied by ``factor``."""
+    inside, between = links.inside, links.far(call.concurrent_senders)
+
+    @lru_cache(None)
+    def seconds(same_node: bool, nbytes: int) -> Seconds:
+        return (inside if same_node else between).seconds(nbytes * factor)
+
+    return lambda a, b, nbytes: seconds(call.node_index(a) == call.node_index(b), nbytes)
+
+
+def _plain_price(call: PredictedCall, speed: Speed, tokens: Any) -> Callable[[Plan, Op], Seconds]:
+    """Return a function for the seconds of a launch of a plain ring."""
+
+    @lru_cache(None)
+    def seconds(what: str, ahead: int, first: bool) -> Seconds:
+        result = speed.seconds(what, call.plain_launch_area(ahead, tokens), call, hop=0 if first else 1)
+        return result if np.ndim(result) else float(result)
+
+    def price(plan: Plan, op: Op) -> Seconds:
+        shard = plan.hops[op.hop].shard
+        return seconds(op.what, (shard > plan.rank) - (shard < plan.rank), op.hop == 0)
+
+    return price
+
+
+def _price(call: PredictedCall, speed: Speed) -> Callable[[Plan, Op], Seconds]:
+    """Return a function for the seconds of a launch of any ring; visible areas come from the plan."""
+
+    def price(plan: Plan, op: Op) -> Seconds:
+        rows = call.token_layout.lengths[plan.rank]
+        hop_masks, keys = plan.hop_masks[op.hop], plan.lengths[op.hop] if op.hop else rows
+        area = Area(0, rows, keys, 0, 0)
+        if hop_masks:
+            area = _area(hop_masks[min(op.part, len(hop_masks) - 1)].bounds, rows, keys)
+        return float(speed.seconds(op.what, area, call, hop=op.hop))
+
+    return price
+
+
+@lru_cache(1 << 15)
+def _area(seen: Bounds, rows: int, keys: int) -> Area:
+    return bounds_area(seen, rows, keys)
+
+
+def ideal_seconds(call: PredictedCall, speed: Speed, phase: str, tokens: Any = None) -> Seconds:
+    """Return the time of one device with all the work, divided by the ranks; ``tokens`` replaces the call's."""
+    what = (FOLD,) if phase == "forward" else (DQ, DKDV)
+    alone = replace(call, chunks=1)
+    return sum(speed.seconds(name, area, alone, hop=0) for name in what for area in call.areas(tokens)) / call.world

@@ -1,0 +1,183 @@
+"""Records the timeline of a real ring and gathers all ranks' traces, on one clock, at rank 0."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...comm import LocalGroup, LocalWorld, TransportError
+from ...comm.control import Control, open_control
+from ...ring import Ring, Trace, TraceSpan, ring_attention
+from ..common.attention import AttentionConfig, forward_backward, mask_data
+from ..common.flags import resolve_device
+from ..common.launching import run_process_group
+from ..common.memory import MemoryNeeds, check_ranks_fit
+from ..common.memory_table import OURS, candidate_bytes
+from ..common.provenance import provenance
+from ..common.ranks import LaunchedRank
+from .events import MACHINE, Event, Timeline
+
+CALL = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", *sorted(MACHINE))
+ROUNDS = 16  # of time requests to rank 0; the fastest counts
+PATIENCE = 60.0  # seconds to wait for an answer
+
+
+class ClockOffset(NamedTuple):
+    """Seconds to add to a rank's clock to get rank 0's, and their possible error."""
+
+    seconds: float
+    error: float
+
+
+def clock_name() -> str:
+    """Return an identifier of the monotonic clock; processes with the same boot and time namespace share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/time")
+    except OSError:
+        return f"unknown {os.getpid()}"
+
+
+def measure_clock_offset(
+    control: Control, *, now: Callable[[], float] = time.perf_counter, name: Callable[[], str] = clock_name
+) -> ClockOffset:
+    """Return this rank's offset from rank 0's clock; every rank must call.
+
+    Ranks of one machine share its clock. Others ask rank 0 for the time as NTP does (D. Mills, RFC 5905, section 8):
+    ``offset = ((t1 - t0) + (t2 - t3)) / 2``. Here t0 and t1 are when the question was sent and received, t2 and t3 when
+    the answer was sent and received. The error is at most half the round trip. The fastest of several rounds counts.
+    """
+    names = control.gather(name(), what="the clocks of the ranks")
+    asking = [rank for rank in range(control.size) if names[rank] != names[0]]
+    if control.rank == 0:
+        for rank in asking:
+            _answer(control, rank, now)
+        return ClockOffset(0.0, 0.0)
+    return _ask(control, now) if control.rank in asking else ClockOffset(0.0, 0.0)
+
+
+def _answer(control: Control, rank: int, now: Callable[[], float]) -> None:
+    for number in range(ROUNDS):
+        _wait_for_key(control, f"question{rank}/{number}")
+        received = now()
+        control.publish(f"answer{rank}/{number}", (received, now()))
+
+
+def _ask(control: Control, now: Callable[[], float]) -> ClockOffset:
+    rounds: list[ClockOffset] = []
+    for number in range(ROUNDS):
+        sent = now()
+        control.publish(f"question{control.rank}/{number}", True)
+        question_received, answer_sent = _wait_for_key(control, f"answer{control.rank}/{number}")
+        answer_received = now()
+        rounds.append(
+            ClockOffset(
+                ((question_received - sent) + (answer_sent - answer_received)) / 2,
+                ((answer_received - sent) - (answer_sent - question_received)) / 2,
+            )
+        )
+    return min(rounds, key=lambda offset: offset.error)
+
+
+def _wait_for_key(control: Control, key: str) -> Any:
+    """Poll without pause until another rank publishes ``key``; raise TransportError after ``PATIENCE``."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        message = control.read_key(key)
+        if message is not None:
+            return message
+    raise TransportError(f"clock comparison: no rank published {key} within {PATIENCE:g} s")
+
+
+def gather_timeline(ring: Ring, trace: Trace, title: str, about: Mapping[str, Any]) -> Timeline | None:
+    """Gather all ranks' traces from their first event on; return the timeline on rank 0, None elsewhere.
+
+    All ranks must call. ``about["clock_error"]`` is the largest error of a rank's clock in seconds: against rank 0's,
+    and of a GPU's clock against its host's.
+    """
+    control = open_control(ring.group).new_scope("timeline")
+    clock_offset = measure_clock_offset(control)
+    error = clock_offset.error + trace.clock_error
+    own_spans = [astuple(span) for span in (*trace.spans, *trace.transfers, *trace.slots)]
+    rank_traces: list[Any] = control.gather((clock_offset.seconds, error, own_spans), what="the traces of the ranks")
+    if ring.rank:
+        return None
+    shifted = [
+        (rank, seconds, TraceSpan(*span)) for rank, (seconds, _, spans) in enumerate(rank_traces) for span in spans
+    ]
+    start = min((span.begin + seconds for _, seconds, span in shifted), default=0.0)
+    events = []
+    for rank, seconds, span in shifted:
+        begin, end = span.begin + seconds - start, span.end + seconds - start
+        events.append(Event(rank, span.kind, span.phase, span.hop, begin, end, span.name, span.nbytes))
+    error = max(error for _, error, _ in rank_traces)
+    return Timeline(title, "measured", ring.size, tuple(events), {**about, "clock_error": error})
+
+
+# One forward and backward.
+
+
+def run_timeline(place: LaunchedRank | None, problem: AttentionConfig, repeats: int) -> Timeline | None:
+    """Return the timeline on rank 0: of the launcher's ranks, of a GPU's virtual ranks, or of new CPU processes."""
+    device = resolve_device(problem.device) if place is None else place.shared_device(problem.device)
+    virtual_ranks = place is None and device.type == "cuda"
+
+    def needed(config: AttentionConfig) -> int | MemoryNeeds:
+        per_rank = candidate_bytes(OURS, config)
+        return MemoryNeeds(0, config.world * per_rank) if virtual_ranks else per_rank
+
+    check_ranks_fit("--seqlen", problem, needed)
+    if virtual_ranks:
+        return virtual_timeline(problem, device, repeats)
+    return run_process_group(problem.world, measure_timeline, problem, repeats, device=problem.device)
+
+
+def measure_timeline(
+    place: LaunchedRank, device: torch.device, problem: AttentionConfig, repeats: int
+) -> Timeline | None:
+    """Record the timeline on one rank of a process group."""
+    torch.set_num_threads(problem.threads)
+    return record_timeline(problem, None, device, repeats)
+
+
+def virtual_timeline(problem: AttentionConfig, device: torch.device, repeats: int) -> Timeline | None:
+    """Record the timeline of virtual ranks that share one device."""
+    with LocalWorld(problem.world, device=device) as world:
+        return world.run(lambda group: record_timeline(problem, group, device, repeats))[0]
+
+
+def record_timeline(
+    problem: AttentionConfig, group: LocalGroup | None, device: torch.device, repeats: int
+) -> Timeline | None:
+    """Return the run of median length of ``repeats``, after a warm-up; only on rank 0."""
+    call = {name: getattr(problem, name) for name in CALL} | mask_data(problem.mask)
+    title = f"{problem.title}, {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
+    runs = []
+    with Ring(group) as ring:
+        *inputs, dout = problem.random_shard(ring.rank, device)
+        attend = partial(ring_attention, layout=problem.token_layout, ring=ring, causal=problem.causal)
+        forward_backward(attend, inputs, dout)
+        about = {"call": call, "provenance": provenance(device) if ring.rank == 0 else None}
+        for _ in range(repeats):
+            with ring.record() as trace:
+                _align_start(ring)
+                forward_backward(attend, inputs, dout)
+            runs.append(gather_timeline(ring, trace, title, about))
+    recordings = sorted((run for run in runs if run is not None), key=lambda run: run.seconds)
+    return recordings[len(recordings) // 2] if recordings else None
+
+
+def _align_start(ring: Ring) -> None:
+    """Let all ranks begin together, within the accuracy of a barrier."""
+    if isinstance(ring.group, LocalGroup):
+        for _ in range(2):  # a long wait polls seldom; the second barrier is tight
+            open_control(ring.group).gather(None, what="the ranks to be ready")
+    else:
+        dist.barrier(ring.group)

@@ -1,0 +1,182 @@
+"""Tiles in registers: load, multiply and store.
+
+A tile is a tuple of one or two parts along the head dim. Two parts avoid padding, such as 128 and 64 for head dim 192.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import LOG2_E
+
+MIN_PART_WIDTH = 16  # smallest number of columns of a matrix instruction
+
+
+@triton.constexpr_function
+def first_part_width(head_dim):
+    """Return the columns of the first part: a power of two of at least LEAST.
+
+    A head dim is split in two parts, such as 192 into 128 and 64, if that takes fewer columns than padding.
+    """
+    power_of_two = triton.next_power_of_2(head_dim)
+    half = power_of_two // 2
+    rest = max(triton.next_power_of_2(head_dim - half), MIN_PART_WIDTH)
+    return half if half >= MIN_PART_WIDTH and half + rest < power_of_two else padded_width(head_dim)
+
+
+@triton.constexpr_function
+def second_part_width(head_dim):
+    """Return the columns of the second part, or 0 if there is only one part."""
+    rest = head_dim - first_part_width(head_dim)
+    return max(triton.next_power_of_2(rest), MIN_PART_WIDTH) if rest > 0 else 0
+
+
+@triton.constexpr_function
+def padded_width(head_dim):
+    """Return the columns of a tile that is padded to one part."""
+    return max(triton.next_power_of_2(head_dim), MIN_PART_WIDTH)
+
+
+@triton.jit
+def load_rows(tensor, offs, limit, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr):
+    """Load the rows ``offs`` of one head; fill with zeros past the head dim and, if CHECK, past ``limit``."""
+    FIRST: tl.constexpr = first_part_width(HEAD_DIM)
+    SECOND: tl.constexpr = second_part_width(HEAD_DIM)
+    first = load_part(tensor, offs, limit, 0, FIRST, HEAD_DIM, CHECK)
+    if SECOND == 0:
+        return (first,)
+    else:
+        return (first, load_part(tensor, offs, limit, FIRST, SECOND, HEAD_DIM, CHECK))
+
+
+@triton.jit
+def load_part(
+    tensor, offs, limit, BEGIN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr
+):
+    offs_d = BEGIN + tl.arange(0, WIDTH)
+    pointers = row_pointers(tensor, offs, offs_d)
+    PADDED: tl.constexpr = BEGIN + WIDTH > HEAD_DIM
+    if CHECK and PADDED:
+        return tl.load(pointers, mask=(offs[:, None] < limit) & (offs_d[None, :] < HEAD_DIM), other=0.0)
+    elif CHECK:
+        return tl.load(pointers, mask=offs[:, None] < limit, other=0.0)
+    elif PADDED:
+        return tl.load(pointers, mask=offs_d[None, :] < HEAD_DIM, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def load_lse_log2(lse, offs, limit):
+    """Load ``lse`` in base 2; return +inf for rows that see no key, so that their P is 0."""
+    value = tl.load(lse + offs, mask=offs < limit, other=float("-inf"))
+    return tl.where(value == float("-inf"), float("inf"), value * LOG2_E)
+
+
+@triton.jit
+def load_tile(tensor, start, limit, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Load the rows from ``start`` like `load_rows`, with one 64-bit base per tile and 32-bit offsets."""
+    base = tensor.ptr + tl.cast(start, tl.int64) * tensor.stride_s
+    FIRST: tl.constexpr = first_part_width(HEAD_DIM)
+    SECOND: tl.constexpr = second_part_width(HEAD_DIM)
+    first = load_tile_part(base, tensor.stride_s, limit - start, ROWS, 0, FIRST, HEAD_DIM)
+    if SECOND == 0:
+        return (first,)
+    else:
+        return (first, load_tile_part(base, tensor.stride_s, limit - start, ROWS, FIRST, SECOND, HEAD_DIM))
+
+
+@triton.jit
+def load_tile_part(
+    base, stride, count, ROWS: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    rows, offs_d = tl.arange(0, ROWS), BEGIN + tl.arange(0, WIDTH)
+    inside = rows[:, None] < count
+    if BEGIN + WIDTH > HEAD_DIM:
+        inside &= offs_d[None, :] < HEAD_DIM
+    return tl.load(base + (rows[:, None] * stride + offs_d[None, :]), mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(tensor, value, offs, limit, HEAD_DIM: tl.constexpr):
+    """Store a tile to the rows ``offs`` of one head; write nothing past ``limit`` and the head dim."""
+    store_part(tensor, value[0], offs, limit, 0, HEAD_DIM)
+    if len(value) == 2:
+        store_part(tensor, value[1], offs, limit, first_part_width(HEAD_DIM), HEAD_DIM)
+
+
+@triton.jit
+def store_part(tensor, value, offs, limit, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr):
+    offs_d = BEGIN + tl.arange(0, value.shape[1])
+    inside = (offs[:, None] < limit) & (offs_d[None, :] < HEAD_DIM)
+    tl.store(row_pointers(tensor, offs, offs_d), value.to(tensor.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_pointers(tensor, offs, offs_d):
+    # 64-bit, because row 262,144 with a stride of 8,192 elements overflows an int32
+    return tensor.ptr + offs[:, None].to(tl.int64) * tensor.stride_s + offs_d[None, :]
+
+
+@triton.jit
+def dot(a, b, acc):
+    # By default an fp32 dot is TF32 on a GPU, and 'ieee' spills. 16-bit inputs ignore the precision.
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def zero_tile(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return an fp32 accumulator of zeros."""
+    SECOND: tl.constexpr = second_part_width(HEAD_DIM)
+    first = tl.zeros([ROWS, first_part_width(HEAD_DIM)], tl.float32)
+    if SECOND == 0:
+        return (first,)
+    else:
+        return (first, tl.zeros([ROWS, SECOND], tl.float32))
+
+
+@triton.jit
+def matmul_nt(a, b, acc=None):
+    """Return ``acc + a b^T`` of two tiles of rows."""
+    result = dot(a[0], tl.trans(b[0]), acc)
+    if len(a) == 2:
+        result = dot(a[1], tl.trans(b[1]), result)
+    return result
+
+
+@triton.jit
+def matmul_accumulate(weights, tile, acc):
+    """Return ``acc + weights @ tile``."""
+    first = dot(weights.to(tile[0].dtype), tile[0], acc[0])
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return (first, dot(weights.to(tile[1].dtype), tile[1], acc[1]))
+
+
+@triton.jit
+def scale_tile(acc, factor):
+    """Return a tile times ``factor``, a number or a column."""
+    if len(acc) == 1:
+        return (acc[0] * factor,)
+    else:
+        return (acc[0] * factor, acc[1] * factor)
+
+
+@triton.jit
+def divide_tile(acc, divisor):
+    """Return a tile divided by a column."""
+    if len(acc) == 1:
+        return (acc[0] / divisor,)
+    else:
+        return (acc[0] / divisor, acc[1] / divisor)
+
+
+@triton.jit
+def add_tiles(a, b):
+    """Return the sum of two tiles."""
+    if len(a) == 1:
+        return (a[0] + b[0],)
+    else:
+        return (a[0] + b[0], a[1] + b[1])

@@ -1,0 +1,289 @@
+"""Tests of the compile gate and of the throughput bound of a kernel's loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringattn.autotune.compile import KernelVariant
+from ringattn.autotune.gate import CompiledKernel, gate_problems, hopper_problems
+from ringattn.autotune.loop_bound import LoopBound, blocks_per_sm, busy_clocks, loop_bound, loop_bounds, main_bound
+from ringattn.autotune.sass import (
+    InstructionMix,
+    Loop,
+    basic_blocks,
+    instruction_mix,
+    matrix_loops,
+    natural_loops,
+    read_loop,
+)
+from ringattn.kernels import Tile, hopper_backward_launch
+from ringattn.kernels.hopper.step_order import CONSUMERS
+
+CLEAN = CompiledKernel(registers=255, stack=0, shared=160_000, tensor_memory=0, loops=(Loop(16, 0, 1, False),))
+VARIANT = KernelVariant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
+
+
+@pytest.mark.parametrize(("kernel", "change", "message"), [
+    ("forward", {"shared": 300_000}, "300000 bytes of shared memory"),
+    ("forward", {"tensor_memory": 592}, "592 columns of tensor memory"),
+    ("forward", {"loops": ()}, "no loop"),
+    ("forward", {"loops": (Loop(16, 0, 16, True),)}, "serialised wgmma"),
+    ("quantize", {"stack": 8}, "8 bytes of local memory"),
+    ("quantize", {"flushes": True}, "flushed"),
+])  # fmt: skip
+def test_gate_names_the_problem(kernel: str, change: dict[str, Any], message: str) -> None:
+    variant, clean = replace(VARIANT, kernel=kernel), CLEAN if kernel == "forward" else replace(CLEAN, loops=())
+    assert gate_problems(variant, clean) == []
+    (problem,) = gate_problems(variant, replace(clean, **change))
+    assert message in problem
+
+
+@pytest.mark.parametrize(("full", "wanted"), [(True, CONSUMERS), (False, 3 * CONSUMERS)])
+def test_the_hopper_forward_has_three_loops_unless_it_is_full(full: bool, expected: int) -> None:
+    variant = replace(VARIANT, full=full, options=(("forward_kernel", "hopper"),))
+    for count in (CONSUMERS, 3 * CONSUMERS):
+        failures = hopper_problems(variant, replace(CLEAN, loops=CLEAN.loops * count), "")
+        message = f"{count} main loops, expected {expected}"
+        assert (message in failures) is (count != expected)
+
+
+@pytest.mark.parametrize(("more", "fits"), [(-1, False), (0, True), (1024, True), (1025, False)])
+def test_the_hopper_backward_takes_the_shared_memory_of_its_launch(more: int, fits: bool) -> None:
+    variant = replace(VARIANT, kernel="single_pass", tile=Tile(64, 128, 8, 2), options=(("backward", "hopper"),))
+    shared = hopper_backward_launch.backward_shared_bytes(128, variant.tile) + more
+    failures = hopper_problems(variant, replace(CLEAN, shared=shared), "")
+    assert any(why.startswith(f"{shared} bytes of shared memory") for why in failures) is not fits
+
+
+FEW, MANY = 16, 17
+
+
+@pytest.mark.parametrize(("changed", "most"), [
+    ({}, 0),
+    ({"features": ("dropout",)}, MANY),
+    ({"head_dim": 256}, MANY),
+    ({"dtype": "fp32"}, MANY),
+    ({"options": (("persistent", True),)}, 0),
+    ({"kernel": "dkdv", "options": (("persistent", True),)}, FEW),  # its outer loop walks over tiles
+    ({"kernel": "dkdv", "options": (("order", "longest"),)}, 0),
+    ({"kernel": "single_pass_deterministic"}, FEW),  # waits for its turn to add
+    ({"kernel": "single_pass"}, 0),
+])  # fmt: skip
+def test_number_of_spills_that_the_gate_tolerates(changed: dict[str, Any], most: int) -> None:
+    for spills in (FEW, MANY):
+        wrong = gate_problems(replace(VARIANT, **changed), replace(CLEAN, loops=(Loop(16, spills, 1, False),)))
+        assert (wrong == []) is (spills <= most)
+
+
+LISTING = """
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 BRA `(.L_end) ;
+.L_head:
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4] ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8] ;
+        /*0040*/              @!P2 BRA `(.L_spin) ;
+.L_arrived:
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/                   STL [R1], R2 ;
+        /*0070*/               @P1 BRA `(.L_head) ;
+        /*0080*/                   LDL R2, [R1] ;
+        /*0090*/                   LDL R3, [R1] ;
+.L_end:
+        /*00a0*/                   EXIT ;
+.L_spin:
+        /*00b0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR4] ;
+        /*00c0*/              @!P2 BRA `(.L_spin) ;
+        /*00d0*/                   BRA `(.L_arrived) ;
+.L_trap:
+        /*00e0*/                   BRA `(.L_trap);
+"""
+
+
+def test_the_main_loop_is_found_by_control_flow() -> None:
+    # The spin loop behind EXIT branches back into the main loop. The epilogue's two LDL lie between them and are not
+    # part of the loop.
+    (loop,) = matrix_loops(LISTING)
+    assert loop == Loop(matrix=2, local=1, waits=1, is_serialised=False) and len(loop.lines) == 9
+
+
+def test_the_inner_of_nested_loops_is_the_main_loop() -> None:
+    nested = LISTING.replace(".L_head:", ".L_outer:\n        /*0018*/                   NOP ;\n.L_head:").replace(
+        "        /*0080*/", "        /*0078*/               @P3 BRA `(.L_outer) ;\n        /*0080*/"
+    )
+    assert len([body for body in natural_loops(basic_blocks(nested)) if len(body) > 1]) == 2
+    assert len(list(matrix_loops(nested))) == 1
+
+
+def test_one_wait_per_product_is_serialised() -> None:
+    wait = "        /*0034*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+    (loop,) = matrix_loops(LISTING.replace("        /*0040*/", wait + "        /*0040*/"))
+    assert loop.is_serialised and loop.waits == 2
+
+
+COUNTED = Path(__file__).with_name("forward_sm_90.sass").read_text()
+WARPS = 4
+
+
+def loop_of(*instructions: str) -> Loop:
+    return read_loop([f"        /*{i:04x}*/                   {text} ;" for i, text in enumerate(instructions)])
+
+
+def mix(*instructions: str, warps: int = WARPS) -> InstructionMix:
+    return instruction_mix(loop_of(*instructions), warps)[0]
+
+
+def bound(*instructions: str, arch: int = 90) -> LoopBound:
+    return loop_bound(loop_of(*instructions), WARPS, arch, blocks=1)
+
+
+(LISTED,) = matrix_loops(COUNTED)
+
+
+def test_counts_and_clocks_match_a_hand_count() -> None:
+    # Counted by hand. MUFU: 8 scores per thread (64 x 16 over 128 threads) and 2 rows to rescale. FFMA 10, FMUL 10,
+    # FADD 12. FMNMX 12. IADD3 4. F2FP 4 and PLOP3 1. IMAD.MOV 5. SHFL 8. BAR 4. Two HGMMA of 64x16x16.
+    counted = {
+        "issued": 100, "exponentials": 10, "special": 10, "fma": 10 + 10 + 12, "integer_multiply": 5, "add": 4,
+        "minmax": 12, "logic": 4 + 1, "shuffles": 8, "barriers": 4, "products": 2 * 64 * 16 * 16,
+    }  # fmt: skip
+    listed, exposed = instruction_mix(LISTED, WARPS)
+    assert {name: getattr(listed, name) for name in counted} == counted
+    assert exposed.exponentials == 10 and exposed.products == 0
+    # Two STSM of one 8 x 8 matrix by each of 4 warps. The first product reads A (64 rows) and B (16), the second B.
+    assert listed.shared_bytes == 2 * 128 * 4 + 32 * (64 + 16) + 32 * 16
+    assert listed.global_bytes == 2 * 4 * 32 * 4  # two LDG of 4 bytes per lane
+    assert busy_clocks(listed, 90) == {
+        "tensor cores": 32768 / 2048,
+        "exponentials": 10 * 128 / 16,
+        "FMA": 32 * 128 / 128 + 5 * 128 / 64,
+        "ALU": (4 + 12 + 5) * 128 / 64,
+        "issue": 100 * 4 / 4,
+        "shared memory": 4096 / 128 + 8 * 128 / 32,
+        "memory": 1024 / 64,
+    }
+
+
+def test_bound_matches_a_hand_computation() -> None:
+    # Two blocks fill each other's gaps: 100 clocks of issue hide the 16 clocks of products.
+    packed = loop_bound(LISTED, WARPS, 90, blocks=2)
+    assert (packed.percent, packed.limiter) == (16.0, "issue")
+    # One block issues 8 instructions while a product runs: 7 from the first HGMMA to its wait, 1 from the second.
+    # The other 92 issue after the 64 clocks that shared memory takes.
+    alone = loop_bound(LISTED, WARPS, 90, blocks=1)
+    assert alone.percent == pytest.approx(100 * 16 / (64 + 92))
+    assert (alone.limiter, alone.ceiling) == ("issue in step", 16.0)
+
+
+PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], R24, gsb0"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+EX2, ONE_LEFT = "MUFU.EX2 R4, R4", WAIT.replace("0x0", "0x1")
+ARRIVE, LOAD = "SYNCS.ARRIVE.TRANS64 RZ, [UR7+0x10000], R9", "UTMALDG.2D [UR12], [UR18]"
+SHORT = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
+
+
+@pytest.mark.parametrize(("instructions", "counted"), [
+    ([PRODUCT], {"products": 64 * 128 * 16, "backward_shared_bytes": 32 * (64 + 128)}),
+    (["HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR16].tnspB, R88"],
+     {"products": 64 * 128 * 16, "backward_shared_bytes": 32 * 128}),
+    (["HGMMA.64x64x8.F32.TF32 R24, gdesc[UR4], RZ, !UPT"],
+     {"products": 2 * 64 * 64 * 8, "backward_shared_bytes": 32 * (64 + 64)}),
+    (["QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], RZ"],
+     {"products": 64 * 64 * 32 / 2, "backward_shared_bytes": 32 * (64 + 64)}),
+    ([SHORT], {"products": 4 * 16 * 8 * 16, "backward_shared_bytes": 0}),
+    (["HMMA.1688.F32.TF32 R4, R8, R12, R4"], {"products": 4 * 2 * 16 * 8 * 8}),
+    (["LDSM.16.M88.4 R4, [R8]"], {"backward_shared_bytes": WARPS * 512}),
+    (["LDS.128 R4, [R8]", "STS R4, [R8]", "LDS.U16 R4, [R8]"], {"backward_shared_bytes": WARPS * (512 + 128 + 64)}),
+    # an instruction whose guard is always false only takes an issue slot
+    (["@!PT LDS RZ, [RZ]", "@P0 LDS R4, [R8]"], {"issued": 2, "backward_shared_bytes": WARPS * 128}),
+    # a copy from global to shared memory counts for both
+    (["LDGSTS.E.BYPASS.128 [R8], desc[UR4][R2.64]", "LDG.E.64 R4, desc[UR4][R2.64]"],
+     {"backward_shared_bytes": WARPS * 512, "global_bytes": WARPS * (512 + 256)}),
+    # a TMA load has the bytes that its barrier expects
+    (["MOV R9, 0x4000", ARRIVE, LOAD], {"backward_shared_bytes": 0x4000, "global_bytes": 0x4000}),
+    (["MOV R9, 0x4000", ARRIVE, ARRIVE, LOAD], {"backward_shared_bytes": 0x8000, "global_bytes": 0x8000}),
+    (["MOV R9, 0x4000", "IADD3 R9, R9, R4, RZ", ARRIVE, LOAD], {"global_bytes": 0}),
+    (["FFMA2 R4, R4, R4, R4", "FADD R4, R4, R4"], {"fma": 3}),
+])  # fmt: skip
+def test_counts_of_each_instruction(instructions: list[str], counted: dict[str, float]) -> None:
+    counts = mix(*instructions)
+    assert {name: getattr(counts, name) for name in counted} == counted
+    assert mix(*instructions, warps=8).products == 2 * counts.products
+
+
+@pytest.mark.parametrize(("instructions", "exposed"), [
+    # A product hides exponentials, even if it is in flight across iterations. A short product hides few.
+    ([PRODUCT, EX2, ONE_LEFT, EX2, WAIT, EX2], 1),
+    ([EX2, WAIT, EX2, PRODUCT], 1),
+    ([SHORT, *[EX2] * 20], 20 - (8 - 1)),
+])  # fmt: skip
+def test_exponentials_not_hidden_by_products(instructions: list[str], exposed: int) -> None:
+    assert instruction_mix(loop_of(*instructions), WARPS)[1].exponentials == exposed
+
+
+def test_products_of_sm_100_by_their_descriptor() -> None:
+    first = "UTCHMMA gdesc[UR22], gdesc[UR16], tmem[UR11], tmem[UR24], idesc[UR25], UPT"
+    second = "UTCHMMA tmem[UR34], gdesc[UR4], tmem[UR14], tmem[UR24], idesc[UR25], UPT"
+    # 0x8100490 is M128 N64 and 0x8210490 is M128 N128. An instruction takes the constant last set before it; the first
+    # one takes the constant from the end of the loop.
+    counts = mix(first, "UMOV UR25, 0x8210490", second, "UMOV UR25, 0x8100490", warps=8)
+    assert counts.products == 128 * 64 * 16 + 128 * 128 * 16
+    assert counts.shared_bytes == 32 * (128 + 64) + 32 * 128
+    with pytest.raises(ValueError, match="shape of the matrix instruction"):
+        mix(first)
+
+
+@pytest.mark.parametrize(("extra", "limiter"), [
+    ([], "tensor cores"),
+    ([EX2] * 200, "exponentials"),
+    (["FFMA R4, R4, R4, R4"] * 1500, "issue"),  # 128 FMA lanes keep up with the issue rate
+    (["FSEL R4, R4, R4, P0"] * 800, "ALU"),
+    (["LDS.128 R4, [R8]"] * 100, "shared memory"),
+    (["LDG.E.128 R4, desc[UR4][R2.64]"] * 100, "memory"),
+])  # fmt: skip
+def test_the_limiter_is_named(extra: list[str], limiter: str) -> None:
+    limit = bound(*[PRODUCT] * 16, WAIT, *extra)
+    assert limit.limiter == limiter
+    assert (limit.percent == 100) == (limiter == "tensor cores")
+    # sm_80 has half the FMA lanes.
+    assert bound(*[SHORT] * 16, *["FFMA R4, R4, R4, R4"] * 200, arch=80).limiter == "FMA"
+
+
+COMPILED = CompiledKernel(64, 0, 2560, 0, (LISTED,), arch=90, threads=128)
+
+
+@pytest.mark.parametrize(("arch", "registers", "shared", "tensor_memory", "threads", "blocks"), [
+    (90, 255, 163_840, 0, 256, 1),
+    (90, 128, 32_768, 0, 256, 2),  # limited by registers: 64 K / (128 x 256)
+    (90, 32, 100_000, 0, 128, 2),  # limited by shared memory: 228 KB per SM
+    (86, 16, 0, 0, 1024, 1),  # limited by 48 warps
+    (80, 16, 0, 0, 32, 32),  # limited by the number of blocks
+    (90, 168, 0, 0, 384, 1),
+    (100, 64, 10_000, 256, 128, 2),  # limited by tensor memory
+    (100, 64, 10_000, 592, 128, 0),
+    (86, 128, 120_000, 0, 256, 0),  # does not fit
+])  # fmt: skip
+def test_blocks_of_an_sm(arch: int, registers: int, shared: int, tensor_memory: int, threads: int, blocks: int) -> None:
+    compiled = CompiledKernel(registers, 0, shared, tensor_memory, (), arch=arch, threads=threads)
+    assert blocks_per_sm(compiled) == blocks
+
+
+def test_partitions_of_a_block_count_as_blocks() -> None:
+    # 256 of the 384 threads run the loop, in two groups of 128, so they count as two blocks of 128 threads.
+    special = replace(COMPILED, shared=200_000, threads=384, partitions=2, loop_threads=128)
+    assert blocks_per_sm(special) == 1
+    (as_partitions,), (as_blocks,) = loop_bounds(special), loop_bounds(replace(COMPILED, shared=100_000))
+    assert as_partitions.mix.warps == 4 and as_partitions == as_blocks
+
+
+def test_the_main_loop_is_the_unmasked_one() -> None:
+    masked = read_loop([*LISTED.lines, "        /*2000*/                   FSEL R4, R4, R4, P0 ;"])
+    compiled = replace(COMPILED, loops=(masked, LISTED, masked))
+    assert main_bound(compiled) == loop_bounds(compiled)[1] and main_bound(replace(compiled, loops=())) is None
+    assert [main_bound(replace(compiled, shared=shared)).percent for shared in (0, 200_000)] == [  # type: ignore[union-attr]
+        16.0, pytest.approx(100 * 16 / 156)
+    ]  # fmt: skip

@@ -1,0 +1,165 @@
+"""Tests of ``ringattn tune --ring``: candidate settings, stored tables, and a search in two processes."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from ringattn import Ring
+from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_search, ring_settings
+from ringattn.autotune.cli_tune import app
+from ringattn.autotune.ring_search import entry_of, ring_problems, ring_search_result
+from ringattn.autotune.ring_table import DEFAULT, candidate_settings, read_ring_table, save_ring
+from ringattn.autotune.search import SearchResult, TimedRun
+from ringattn.autotune.tile_space import ModelShape
+from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.errors import RESULTS, ErrorJudge
+from ringattn.bench.common.ranks import LaunchedRank
+from ringattn.comm import Limits
+from ringattn.kernels.gpu import INTERPRETER_GPU
+from ringattn.kernels.tables import RefusedTable
+
+from ..support.tile_tables import H200, folders
+
+__all__ = ["folders"]
+
+Folders = tuple[Path, Path]
+POINT = RingPoint(2, 8, 4, 64, "bf16", "bounded", 1024)
+CHUNKED = RingSetting("nccl", 2, 8)
+
+
+def ring_entry(point: RingPoint = POINT, setting: RingSetting = CHUNKED, **changed: Any) -> RingEntry:
+    return RingEntry(point, setting, 1e-3, 0.01, 1.2e-3, {"triton": "3.7.1"}, **changed)
+
+
+def test_candidate_settings() -> None:
+    candidates = candidate_settings(POINT, "cuda")
+    assert candidates[0] == DEFAULT and len({*candidates}) == len(candidates)
+    assert {(row.transport, row.chunks, row.channels) for row in candidates[1:]} == {
+        *(("nccl_one_sided", chunks, None) for chunks in (1, 2, 4)),
+        *(("nccl", chunks, channels) for chunks in (1, 2, 4) for channels in (None, 2, 4, 8, 16)),
+    }
+    assert candidate_settings(POINT._replace(kv_heads=1), "cpu") == [DEFAULT]
+    for candidate in candidates:
+        with Ring(**candidate.arguments) as ring:
+            assert (ring.chunks, ring.limits.channels) == (candidate.chunks, candidate.channels)
+        assert {"limits": Limits()} | eval(str(candidate), {"Ring": dict, "Limits": Limits}) == candidate.arguments
+
+
+def test_the_nearest_length_serves(folders: Folders) -> None:
+    newer = replace(CHUNKED, chunks=4)
+    for entry in (ring_entry(), ring_entry(POINT._replace(length=32768), DEFAULT), ring_entry(setting=newer)):
+        path = save_ring(folders[0], H200, entry)
+    assert path.name == "nvidia-h200_rings.json" and path.stat().st_mode & 0o777 == 0o600
+    assert {row.point.length: row.setting for row in read_ring_table(folders[0], H200)} == {1024: newer, 32768: DEFAULT}
+    assert ring_settings(POINT._replace(length=3000), H200) == newer
+    assert ring_settings(POINT._replace(length=16384), H200) == DEFAULT
+    assert ring_settings(POINT._replace(world=4), H200) is None
+    assert ring_settings(POINT, None) is None
+    assert save_ring(folders[0], INTERPRETER_GPU, ring_entry()).name == "cpu_rings.json"
+    assert ring_settings(POINT, None) == CHUNKED
+
+
+def test_damaged_files_are_skipped_with_a_warning(folders: Folders) -> None:
+    user, package = folders
+    path = save_ring(user, H200, ring_entry())
+    data = json.loads(path.read_text())
+    data["rings"][0]["point"]["length"] = 0
+    path.write_text(json.dumps(data))
+    reason = re.escape(f"{path} is refused: rings[0]: length is 0")
+    with pytest.warns(UserWarning, match=f"{reason}.*"):
+        assert ring_settings(POINT, H200) is None
+    save_ring(package, H200, ring_entry(setting=DEFAULT))
+    with pytest.warns(UserWarning, match=reason):
+        assert ring_settings(POINT, H200) == DEFAULT
+    # an explicit folder skips the damaged file, without a warning
+    assert ring_settings(POINT, H200, package) == DEFAULT
+    with pytest.raises(RefusedTable, match=reason):  # the damaged file is not overwritten
+        save_ring(user, H200, ring_entry())
+
+
+def test_world_is_that_of_the_launcher(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ModelShape(4, 4, 64, 64), [64, 128], True, "cpu"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for world in (None, 4):
+        assert [(problem.world, problem.seqlen) for problem in ring_problems(*call, world)] == [(4, 256), (4, 512)]
+    with pytest.raises(typer.BadParameter, match="--world is 8: the launcher started 4 ranks; leave it out"):
+        ring_problems(*call, 8)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match="the launcher started 1 rank"):
+        ring_problems(*call, None)
+
+
+def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
+    flags = "--heads 2 --kv-heads 2 --head-dim 16 --dtype fp32 --seqlen 64 --budget 600 --device cpu --ring"
+    report = tmp_path / "report.json"
+    done = CliRunner().invoke(
+        app, [*flags.split(), "--save-dir", str(tmp_path), "--json", str(report)], env={"COLUMNS": "300"}
+    )
+    assert done.exit_code == 0, done.output
+    assert "a step" in done.output and "autotune.shared_ring_settings looks it up" in done.output
+    contents = json.loads(report.read_text())
+    assert contents["case"] == "tune --ring" and "best: Ring(" in contents["notes"][-1]
+    assert [(row["chunks"], row["runs"]) for row in contents["rows"]] == [(1, 15), (2, 15)]
+    (entry,) = read_ring_table(tmp_path, INTERPRETER_GPU)
+    assert entry.point == RingPoint(2, 2, 2, 16, "fp32", "bounded", 64) and entry.setting.transport == "process_group"
+    assert ring_settings(entry.point, None, tmp_path) == entry.setting
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(tried: Any, default: RingSetting, check: Any, *_: Any, done: Any) -> SearchResult[RingSetting]:
+        assert check(default) is None
+        return SearchResult(default, {default: [TimedRun(1e-3)] * 5}, {}, True)
+
+    stand_ins = {
+        "resolve_group": lambda: None, "control_of": lambda group: SimpleNamespace(scope=lambda name: None),
+        "Ring": lambda **arguments: nullcontext(SimpleNamespace(transport="nccl")), "ring_error": lambda *_: None,
+        "ring_candidate": lambda *_: SimpleNamespace(run=lambda shards: None), "search": search,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(ring_search, name, stand_in)
+    problem = AttentionConfig(64, 2, heads=2, kv_heads=1, head_dim=16, dtype="float32", device="cpu")
+    result = ring_search.search_ring(LaunchedRank(rank, 2, rank, 2), torch.device("cpu"), problem, 60.0, tmp_path)
+    assert "best: Ring(" in result.notes[-1] and len(read_ring_table(tmp_path, INTERPRETER_GPU)) == (rank == 0)
+
+
+def test_a_wrong_ring_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = dict(zip(RESULTS, torch.randn(4, 1, 8, 2, 16, dtype=torch.float64), strict=True))
+    judge, problem = ErrorJudge((0,), (0,), x, {}, dict.fromkeys(x, 1e-6)), AttentionConfig(16, 2)
+    monkeypatch.setattr(ring_search, "ring_candidate", lambda problem, factor, device: SimpleNamespace(
+        shards=lambda tensors, device: (), run=lambda shards: {name: each * factor for name, each in x.items()}
+    ))  # fmt: skip
+    monkeypatch.setattr(ring_search, "gather_results", lambda tensor, mine, problem, heads: mine)
+    for factor, message in ((1.0, None), (1.01, "error of out is"), (torch.nan, "error of out is nan")):
+        error = ring_search.ring_error(problem, factor, torch.device("cpu"), judge)  # type: ignore[arg-type]
+        assert error is None if message is None else str(error).startswith(message)
+
+
+def test_report_of_a_search() -> None:
+    readings = {
+        DEFAULT: [TimedRun(4e-3, ("power brake",), {"sm_mhz": 1200.0})] * 5,
+        CHUNKED: [TimedRun(1e-3, ("power cap",), {"sm_mhz": 1300.0})] * 5,
+    }
+    measured = SearchResult(CHUNKED, readings, {RingSetting("nccl_one_sided"): "no such link"}, False)
+    entry = entry_of(POINT, measured, "nccl")
+    assert (entry.setting, entry.seconds, entry.baseline) == (CHUNKED, 1e-3, 4e-3)
+    assert entry.about["clocks"] == {"sm_mhz": 1300.0, "throttled": "power cap"}
+    report = ring_search_result(POINT, measured, entry, Path("x.json"))
+    assert [(row["transport"], row["runs"], row["note"]) for row in report.rows] == [
+        ("auto", 5, "default"), ("nccl", 5, ""), ("nccl_one_sided", 0, "no such link")
+    ]  # fmt: skip
+    assert "incomplete" in report.notes[0] and "75.0% less than the default" in report.notes[-1]
+    failed = ring_search_result(POINT, SearchResult(None, {}, {DEFAULT: "no such link"}, True), None, None)
+    assert failed.failed == ["1024 tokens: no setting runs here; see the notes of the rows"]

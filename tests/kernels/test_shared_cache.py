@@ -1,0 +1,92 @@
+"""The shared cache of device tensors: every reading stream waits for the fill, and memory outlives its readers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ringattn.kernels import Bounds, Scores
+from ringattn.kernels.launch import score_modifiers
+from ringattn.kernels.shared_cache import SharedCache, SharedValue
+
+from ..support.cuda.graph import Graph
+from ..support.cuda.operators import acting
+from ..support.cuda.recorder import GPU, Recorder, install
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    made, _ = install(monkeypatch)
+    with acting(made, 0), torch.cuda.device(GPU):
+        yield made
+
+
+def get(cache: SharedCache[torch.Tensor], key: str = "x") -> torch.Tensor:
+    return cache.get(key, lambda: torch.ones(4, device=GPU), lambda x: (x,))
+
+
+def kinds(recorder: Recorder, since: int = 0) -> list[str]:
+    return [op.kind for op in recorder.log[since:]]
+
+
+def test_each_stream_waits_once(recorder: Recorder) -> None:
+    cache, streams = SharedCache[torch.Tensor](), [torch.cuda.Stream(GPU) for _ in range(2)]
+    made = get(cache)
+    first = len(recorder.log)
+    assert get(cache) is made and kinds(recorder, first) == []
+    for stream in (*streams, *streams):
+        with torch.cuda.stream(stream):
+            assert get(cache) is made
+    assert kinds(recorder, first) == ["wait", "wait"]
+    assert [op.stream for op in recorder.log[first:]] == streams
+
+
+def test_another_stream_reads_after_the_fill_and_before_reuse(recorder: Recorder) -> None:
+    cache = SharedCache[torch.Tensor]()
+    get(cache)
+    with torch.cuda.stream(torch.cuda.Stream(GPU)):
+        copied = get(cache) + 1
+    del cache
+    recorder.end()
+    assert [op.kind for op in recorder.log].count("free") == 1
+    assert Graph(recorder.log).problems() == []
+    del copied
+
+
+def test_values_made_during_a_capture_are_not_cached(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = SharedCache[torch.Tensor]()
+    before = get(cache, "before")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = get(cache)
+    first = len(recorder.log)
+    with torch.cuda.stream(torch.cuda.Stream(GPU)):
+        assert get(cache, "before") is before  # the device was synchronized before the capture
+    assert kinds(recorder, first) == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert get(cache) is not captured and get(cache) is get(cache)
+
+
+def test_a_value_without_device_tensors_has_no_event(recorder: Recorder) -> None:
+    assert SharedValue("x", (None, torch.ones(2))).read() == "x"
+    assert recorder.log == []
+
+
+def test_the_dropout_seed_is_passed_by_value() -> None:
+    at = torch.arange(3, dtype=torch.int32)
+    scores = Scores(dropout_p=0.5, dropout_seed=2**64 - 5, first_head=70_000, q_positions=at, k_positions=at)
+    counter = score_modifiers(scores).counter
+    assert counter == (65531, 65535, 65535, 65535, 70_000 % 65536, 1)
+    assert all(type(word) is float for word in counter)  # one compilation serves all floats
+
+
+def test_a_copy_of_bounds_has_its_own_caches() -> None:
+    lo, hi = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
+    original = Bounds(lo, hi)
+    copied = replace(original, lo=torch.zeros_like(lo))
+    by_key = original.transposed(2).hi
+    assert by_key is not None and by_key.tolist() == [1, 2]
+    by_key = copied.transposed(2).hi
+    assert by_key is not None and by_key.tolist() == [2, 2]
