@@ -33,7 +33,7 @@ Sides = tuple[int, int]
 def ranking_job(
     point: TuningPoint, tile: Tile, arch: int, heads: int, role: str = RANKING_ROLE, side_lengths: Sides | None = None
 ) -> KernelVariant:
-    """Return the variant that launches ``tile`` on one sequence; ``side_lengths`` defaults to the point's length twice."""
+    """Return the variant that launches ``tile`` on one sequence; ``side_lengths`` defaults to (length, length)."""
     options = tuple((name, value) for name, value in tuned_options(tile).items() if name not in LAUNCH_OPTIONS)
     split, looped = side_lengths or (point.length, point.length)
     queries, keys = (split, looped) if point.kernel in ("forward", "dq") else (looped, split)

@@ -1,8 +1,9 @@
 """Compilation of kernel launches for a GPU that need not be present.
 
-A :class:`KernelVariant` describes one call of a kernel's host entry. The entry is called with tensors on the meta device
-(``kernels.target``), checks its arguments as usual, and passes its launch to a recorder. Triton then compiles the
-recorded launch with a stand-in driver that reports the wanted GPU. A real launch has the same key in Triton's cache.
+A :class:`KernelVariant` describes one call of a kernel's host entry. The entry is called with tensors on the meta
+device (``kernels.target``), checks its arguments as usual, and passes its launch to a recorder. Triton then compiles
+the recorded launch with a stand-in driver that reports the wanted GPU. A real launch has the same key in Triton's
+cache.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Each unit of an SM is busy with one iteration of a block for
 With perfect overlap the busiest unit determines the time. The result is the ``ceiling``, which no kernel exceeds.
 
 The bound is stricter. Warps that meet at a barrier in every iteration run in step, so instructions that they issue
-while no matrix product is in flight (see :func:`sass.overlaps_product`) are exposed. Only another block on the SM can fill that
-gap with its products:
+while no matrix product is in flight (see :func:`sass.overlaps_product`) are exposed. Only another block on the SM can
+fill that gap with its products:
 
     bound = products / max(busiest unit, (max(products, hidden) + exposed) / blocks per SM)
 

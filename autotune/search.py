@@ -113,8 +113,9 @@ def search(
     """Check all candidates and the baseline, then find the fastest.
 
     The baseline wins unless a candidate is faster by more than the noise. ``check`` returns the problem of a candidate
-    or None, ``seconds_left`` the remaining seconds. ``pause`` waits before a throttled run is repeated, and ``on_run`` is called
-    after every reading. If ``check``, ``run`` and ``seconds_left`` return the same on all ranks of a ring, so does the search.
+    or None, ``seconds_left`` the remaining seconds. ``pause`` waits before a throttled run is repeated, and ``on_run``
+    is called after every reading. If ``check``, ``run`` and ``seconds_left`` return the same on all ranks of a ring, so
+    does the search.
     """
     passed: list[C] = []
     wrong: dict[C, str] = {}

@@ -118,7 +118,8 @@ class PointResult:
             "kernel": self.point.kernel, "mask": self.point.mask, "tokens": self.point.length,
             "tile": "none" if tile is None else tile_text(tile), "default": tile_text(self.default),
             "bound": ranked.results[tile].bound if tile is not None and tile in ranked.results else None,
-            "tried": len({*ranked.dropped, *ranked.results}), "failed": len(ranked.dropped), "left": self.uncompiled_jobs,
+            "tried": len({*ranked.dropped, *ranked.results}), "failed": len(ranked.dropped),
+            "left": self.uncompiled_jobs,
             "wrong": 0 if self.search_result is None else len(self.search_result.errors),
         }  # fmt: skip
         if runs:
@@ -185,8 +186,8 @@ def measure_points(
 ) -> list[PointResult]:
     """Search every point on the GPU, and save the result of each point at once.
 
-    ``make_trials`` builds the object that checks and runs tiles at a point, by default :class:`DeviceTrials`. The journal
-    records tiles that break the device.
+    ``make_trials`` builds the object that checks and runs tiles at a point, by default :class:`DeviceTrials`. The
+    journal records tiles that break the device.
     """
     device = config.device or torch.device("cpu")
     make = make_trials or (lambda point: DeviceTrials(point, config.shape, device))
@@ -196,7 +197,8 @@ def measure_points(
     for number, result in enumerate(compiled_points):
         trials = make(result.point)
         searched = search(
-            result.ranked.tiles, result.default, partial(check_on_device, trials, result.point, config.gpu, journal), trials.run,
+            result.ranked.tiles, result.default, partial(check_on_device, trials, result.point, config.gpu, journal),
+            trials.run,
             remaining.share(len(compiled_points) - number).left, on_run=partial(step, "measuring", None),
         )  # fmt: skip
         results.append(replace(result, search_result=searched))
@@ -229,7 +231,8 @@ def estimated_entry(point_result: PointResult) -> TableEntry:
     assert point_result.estimate is not None
     result = point_result.ranked.results[point_result.estimate]
     return TableEntry(
-        point_result.point, point_result.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by, **measurement_details()
+        point_result.point, point_result.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by,
+        **measurement_details()
     )  # fmt: skip
 
 
@@ -237,8 +240,10 @@ def measured_entry(point_result: PointResult) -> TableEntry:
     assert point_result.tile is not None
     runs = point_result.best_runs
     return TableEntry(
-        point_result.point, point_result.tile, estimated=False, seconds=samples(runs).median, spread=samples(runs).spread,
-        beside=median_with_transfer(runs), baseline=point_result.baseline_seconds, clocks=median_clocks(runs), driver=installed_driver(),
+        point_result.point, point_result.tile, estimated=False, seconds=samples(runs).median,
+        spread=samples(runs).spread,
+        beside=median_with_transfer(runs), baseline=point_result.baseline_seconds, clocks=median_clocks(runs),
+        driver=installed_driver(),
         **measurement_details(),
     )  # fmt: skip
 
@@ -299,7 +304,8 @@ def tuning_notes(point_results: Sequence[PointResult], path: Path | None) -> lis
     notes = [f"dropped: {count} x {reason}" for reason, count in reasons.most_common(4)]
     if left := [result.uncompiled_jobs for result in point_results if result.uncompiled_jobs]:
         notes.append(
-            f"--budget ended: {len(left)} of {len(point_results)} points are not compiled, with at least {sum(left)} binaries; "
+            f"--budget ended: {len(left)} of {len(point_results)} points are not compiled, with at least {sum(left)} "
+            "binaries; "
             "run the same command again to continue"
         )
     if incomplete := [
@@ -318,7 +324,8 @@ def tuning_notes(point_results: Sequence[PointResult], path: Path | None) -> lis
     if ratios:
         best = min(ratios, key=ratios.__getitem__)
         notes.append(
-            f"best: {sum(ratio < 1 for ratio in ratios.values())} of {len(point_results)} points are faster than the default; "
+            f"best: {sum(ratio < 1 for ratio in ratios.values())} of {len(point_results)} points are faster than the "
+            "default; "
             f"largest gain {1 - ratios[best]:.1%} for {point_text(best)}"
         )
     elif any(result.tile is not None for result in point_results):

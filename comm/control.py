@@ -171,7 +171,7 @@ class StoreConnection(Connection):
         self._stop.atexit = False
 
     def call_store(self, do: Callable[[Store], T], timeout: float) -> T:
-        """Run `do` in the thread; see `Connection.call_store`. Never asks a failed store again: torch prints a trace."""
+        """Run `do` in the thread; see `Connection.call_store`. A failed store is not asked again."""
         if self._gone is not None:
             raise TransportError(self._gone)
         answer: Future[T] = Future()
@@ -192,7 +192,8 @@ class StoreConnection(Connection):
             gone = describe_lost_server(0.0)
             raise TransportError(f"the store of the group has not answered for {timeout:g} s{gone}") from None
         except dist.DistError as error:
-            self._gone = f"the store of the group is gone{describe_lost_server(FINAL_STORE_SECONDS)}: {str(error).splitlines()[0]}"
+            where, cause = describe_lost_server(FINAL_STORE_SECONDS), str(error).splitlines()[0]
+            self._gone = f"the store of the group is gone{where}: {cause}"
             raise TransportError(self._gone) from error
 
     def enqueue(self, do: Callable[[Store], object]) -> None:
@@ -336,10 +337,10 @@ class LocalConnection(Connection):
 class Control:
     """Exchange of small, rare JSON values between the ranks of one group.
 
-    `gather` and `gather_merged` are collective: every rank calls them in the same order. `publish` and `read_key` never wait for
-    other ranks. The ranks are processes (through the store of torch.distributed, on a separate connection) or virtual
-    ranks of a `LocalWorld`. Any thread may call. Tuples become lists. No wait exceeds `patience` seconds, whatever the
-    group's timeout is; None uses the connection's patience.
+    `gather` and `gather_merged` are collective: every rank calls them in the same order. `publish` and `read_key` never
+    wait for other ranks. The ranks are processes (through the store of torch.distributed, on a separate connection) or
+    virtual ranks of a `LocalWorld`. Any thread may call. Tuples become lists. No wait exceeds `patience` seconds,
+    whatever the group's timeout is; None uses the connection's patience.
 
         rank 1 ─ value ─┐
         rank 2 ─ value ─┼─► store ─► rank 0: merge ─► store ─► all ranks
@@ -447,7 +448,7 @@ class Control:
         timeout: float | None = None,
         stop: Callable[[], str | None] | None = None,
     ) -> list[object]:
-        """Wait until each rank has published its key, and return the values. See `gather_merged` for the other arguments."""
+        """Wait until each rank has published its key, and return the values; otherwise as `gather_merged`."""
         self._wait_for_keys(keys, what, self._clamp_timeout(timeout), stop)
         full = [self._prefix + key for key in keys.values()]
         values = self._connection.call_store(lambda store: store.multi_get(full), self._clamp_timeout(ANSWER_SECONDS))
@@ -571,7 +572,8 @@ class Control:
     ) -> None:
         """Wait for the keys in `wanted`, by rank.
 
-        If the wait times out, the error names the ranks without their key of `alternatives`, or of `wanted` if `alternatives` is empty.
+        If the wait times out, the error names the ranks without their key of `alternatives`, or of `wanted` if
+        `alternatives` is empty.
         """
         begun, pause = time.monotonic(), FIRST_POLL_SECONDS
         missing, stop = list(wanted), stop or self.stop

@@ -69,7 +69,8 @@ def mesh_groups(group: GroupLike) -> tuple[Group, Group] | None:
     if group.mesh_dim_names not in (None, MESH_DIMS):
         raise ValueError(
             f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; they must be {MESH_DIMS} or "
-            f"have no names. If the mesh has more dimensions, pass those of the sequence, such as {_submesh_example(group)}"
+            "have no names. If the mesh has more dimensions, pass those of the sequence, such as "
+            f"{_submesh_example(group)}"
         )
     return group.get_group(0), group.get_group(1)
 

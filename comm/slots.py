@@ -68,8 +68,8 @@ def windows_of(transports: Sequence[Transport]) -> Windows | None:
 class Slots:
     """`count` receive buffers of equal size that never shrink and are filled in turn.
 
-    A slot may be overwritten once all its uses are over. `add_use` records a use, and `pop_uses` hands the recorded fences to
-    the next writer.
+    A slot may be overwritten once all its uses are over. `add_use` records a use, and `pop_uses` hands the recorded
+    fences to the next writer.
     """
 
     def __init__(self, count: int, device: torch.device, windows: Windows | None = None) -> None:

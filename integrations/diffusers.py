@@ -57,7 +57,8 @@ def register() -> None:
     version = diffusers.__version__
     if not version.startswith(SUPPORTED_VERSION):
         raise RuntimeError(
-            f"diffusers is {version}, and ringattn.integrations.diffusers needs {SUPPORTED_VERSION}x, because it uses the private "
+            f"diffusers is {version}, and ringattn.integrations.diffusers needs {SUPPORTED_VERSION}x, because it "
+            "uses the private "
             "registry of backends. Install that version, or call ringattn.ring_attention in your attention processor."
         )
     if NAME not in AttentionBackendName._value2member_map_:

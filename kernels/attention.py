@@ -115,7 +115,8 @@ class BackwardLauncher(QueryLauncher):
         sum_arg = self._cached_carried(out if accum is None else accum)
         launch(
             dq_kernel, plan.grid, q.device,
-            *self._dout_and_q, strided_tensor(k), strided_tensor(v), self._lse, self._delta, sum_arg, self._cached_carried(out),
+            *self._dout_and_q, strided_tensor(k), strided_tensor(v), self._lse, self._delta, sum_arg,
+            self._cached_carried(out),
             mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores),
             **plan.options, HAS_SUM=accum is not None, IN_PLACE=out is accum,
         )  # fmt: skip
@@ -132,14 +133,16 @@ class BackwardLauncher(QueryLauncher):
         query_bounds = mask_interval(bounds.transposed(k.shape[1]))
         launch(
             dkdv_kernel, plan.grid, q.device,
-            *self._dout_and_q, strided_tensor(k), strided_tensor(v), self._lse, self._delta, *sum_args, *out_args, query_bounds,
+            *self._dout_and_q, strided_tensor(k), strided_tensor(v), self._lse, self._delta, *sum_args, *out_args,
+            query_bounds,
             plan.shape, self._scale, score_modifiers(scores, rows_are_keys=True),
             **plan.options, HAS_SUM=accum is not None and plan.splits == 1, IN_PLACE=accum is not None and in_place,
         )  # fmt: skip
         if plan.splits > 1:
             launch(
                 reduce_kernel, grid_size(k.shape[1], REDUCE_BLOCK, k), q.device,
-                *map(strided_tensor, parts), *map(strided_tensor, sums), strided_tensor(dk), strided_tensor(dv), query_bounds,
+                *map(strided_tensor, parts), *map(strided_tensor, sums), strided_tensor(dk), strided_tensor(dv),
+                query_bounds,
                 launch_shape(k, q)._replace(splits=plan.splits), **head_dims(q, v), BLOCK_Q=plan.tile.block_q,
                 BLOCK_K=plan.tile.block_k, BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=accum is not None,
                 IN_PLACE=accum is not None and in_place, num_warps=REDUCE_WARPS,

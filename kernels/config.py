@@ -64,7 +64,8 @@ class KernelConfig:
         order: Order of tiles. "heads" takes one head after another. "longest" takes the longest tiles of a causal mask
             first, of as many heads as fit into half of L2.
         persistent: Launch only as many programs as fit on the GPU at once; each takes tile after tile.
-        sm_margin: Multiprocessors that a persistent kernel leaves to a concurrent transfer. None: ``order.DEFAULT_SM_MARGIN``, or
+        sm_margin: Multiprocessors that a persistent kernel leaves to a concurrent transfer. None:
+        ``order.DEFAULT_SM_MARGIN``, or
             half of a small GPU.
         pack_gqa: In the forward and dQ, the rows of a tile are positions times the query heads of one key head, so that
             K and V are read once for all of these heads.

@@ -63,7 +63,8 @@ def check_backward_tile(head_dim: int, tile: Tile) -> None:
     default = default_backward_tile(head_dim)
     if (tile.block_q, tile.block_k, tile.num_warps) != (default.block_q, default.block_k, default.num_warps):
         raise ValueError(
-            f"config.single_pass has {tile.block_q} queries, {tile.block_k} keys and {tile.num_warps} warps: {BACKWARD_ERROR_PREFIX} "
+            f"config.single_pass has {tile.block_q} queries, {tile.block_k} keys and {tile.num_warps} warps: "
+            f"{BACKWARD_ERROR_PREFIX} "
             f"{default.block_q} queries at head dim {head_dim}, {default.block_k} keys and {default.num_warps} warps"
         )
     check_shared_bytes("config.single_pass", head_dim, backward_shared_bytes(head_dim, tile), "stages")
@@ -81,7 +82,8 @@ def launch_hopper_backward(
     out_args, in_place = (strided_tensor(out[0]), strided_tensor(out[1])), sums[0] is out[0] and sums[1] is out[1]
     launch(
         hopper_backward_kernel, grid_size(k.shape[1], tile.block_k, k), q.device,
-        descriptors(dout, tile.block_q), descriptors(q, tile.block_q), descriptors(k, CONSUMER_ROWS), descriptors(v, CONSUMER_ROWS),
+        descriptors(dout, tile.block_q), descriptors(q, tile.block_q), descriptors(k, CONSUMER_ROWS),
+        descriptors(v, CONSUMER_ROWS),
         descriptors(dq, CONSUMER_ROWS, CONSUMER_ROWS), lse, delta,
         *(out_args if in_place else map(strided_tensor, sums)), *out_args, mask_interval(bounds.transposed(k.shape[1])),
         launch_shape(k, q)._replace(group=None), q.shape[2] // k.shape[2], softmax_scale,

@@ -105,12 +105,14 @@ def check_forward_tile(head_dim: int, tile: Tile) -> None:
     """Raise ValueError if the kernel does not support a tile."""
     if tile.block_q != CONSUMERS * CONSUMER_ROWS or tile.num_warps != 4 * CONSUMERS:
         raise ValueError(
-            f"config.forward has {tile.block_q} rows and {tile.num_warps} warps: {FORWARD_ERROR_PREFIX} {CONSUMERS * CONSUMER_ROWS} rows and "
+            f"config.forward has {tile.block_q} rows and {tile.num_warps} warps: {FORWARD_ERROR_PREFIX} "
+            f"{CONSUMERS * CONSUMER_ROWS} rows and "
             f"{4 * CONSUMERS} warps"
         )
     if tile.block_k not in (64, 128) or tile.num_stages < MIN_SLOTS:
         raise ValueError(
-            f"config.forward has {tile.block_k} keys and {tile.num_stages} stages: {FORWARD_ERROR_PREFIX} 64 or 128 keys and at least "
+            f"config.forward has {tile.block_k} keys and {tile.num_stages} stages: {FORWARD_ERROR_PREFIX} 64 or 128 "
+            "keys and at least "
             f"{MIN_SLOTS} stages"
         )
     check_shared_bytes("config.forward", head_dim, forward_shared_bytes(head_dim, tile), "keys or stages")
@@ -127,7 +129,8 @@ def launch_hopper_forward(
     launch(
         hopper_kernel, grid_size(q.shape[1], tile.block_q, q), q.device,
         descriptors(q, CONSUMER_ROWS), descriptors(k, tile.block_k), descriptors(v, tile.block_k),
-        out_arg if state is None or state is out else strided_tensor(state), out_arg, lse, mask_interval(bounds), launch_shape(q, k),
+        out_arg if state is None or state is out else strided_tensor(state), out_arg, lse, mask_interval(bounds),
+        launch_shape(q, k),
         softmax_scale,
         HEAD_DIM=q.shape[3], BLOCK_K=tile.block_k, SLOTS=tile.num_stages, HAS_STATE=state is not None,
         num_warps=4, maxnreg=THREAD_REGISTERS,

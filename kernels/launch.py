@@ -170,7 +170,8 @@ def check_descriptor_support(q: Tensor, v: Tensor) -> None:
     for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):
         if not is_tma_head_dim(head_dim):
             raise ValueError(
-                f"{name} has head dim {head_dim}: {DESCRIPTOR_ERROR_PREFIX} powers of two of at least {MIN_TILE_SIDE}; use 'pointers'"
+                f"{name} has head dim {head_dim}: {DESCRIPTOR_ERROR_PREFIX} powers of two of at least "
+                f"{MIN_TILE_SIDE}; use 'pointers'"
             )
 
 
@@ -182,7 +183,8 @@ def check_tma_alignment(error_prefix: str, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and not is_tma_aligned(x):
             raise ValueError(
-                f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {error_prefix} an address and positive strides that "
+                f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {error_prefix} an address and positive "
+                "strides that "
                 f"are multiples of {ALIGNMENT} bytes, {ALIGNMENT // x.element_size()} elements"
             )
 

@@ -97,7 +97,8 @@ class SinglePassLauncher(QueryLauncher):
             lambda: hopper_backward_launch.runs_hopper_backward(q, k, v, self._dout, self._dq, bounds, scores, config),
         ):  # fmt: skip
             hopper_backward_launch.launch_hopper_backward(
-                self._dout, q, k, v, *self._lse_and_delta, self._dq, accum, out, bounds, self._scale, config.single_pass,
+                self._dout, q, k, v, *self._lse_and_delta, self._dq, accum, out, bounds, self._scale,
+                config.single_pass,
                 self._descriptors,
             )  # fmt: skip
             return
@@ -109,7 +110,8 @@ class SinglePassLauncher(QueryLauncher):
             single_pass_kernel, plan.grid, q.device,
             *self._dout_and_q, strided_tensor(k), strided_tensor(v), *self._lse_and_delta,
             *(out_args if in_place else (strided_tensor(sums[0]), strided_tensor(sums[1]))), *out_args,
-            self._dq_arg, plan.dq_descriptor, make_turns(bounds, q, k, plan.tile, config), mask_interval(bounds.transposed(k.shape[1])),
+            self._dq_arg, plan.dq_descriptor, make_turns(bounds, q, k, plan.tile, config),
+            mask_interval(bounds.transposed(k.shape[1])),
             plan.shape, self._scale, score_modifiers(scores, rows_are_keys=True),
             **plan.options, HAS_SUM=accum is not None, IN_PLACE=accum is not None and in_place,
             RAGGED=bounds.lo is None and bounds.seqused_k is None and k.shape[1] % plan.tile.block_k != 0,

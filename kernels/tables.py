@@ -415,7 +415,8 @@ def _find_serving_tables(name: str, gpu: GpuSpec, folders: list[Path]) -> list[T
     tables = [table for path in paths if (table := _read_matching_table(path, name, gpu, nearest)) is not None]
     if nearest != current and tables:
         _warn(
-            f"no tuned tiles for Triton {current[0]}.{current[1]} at {folders[0] / table_file_name(name, current)}: using "
+            f"no tuned tiles for Triton {current[0]}.{current[1]} at {folders[0] / table_file_name(name, current)}: "
+            "using "
             f"those for {nearest[0]}.{nearest[1]} in {paths[0]}; `ringattn tune` creates the missing table"
         )
     return tables

@@ -55,8 +55,8 @@ def heads_per_l2_group(
 def choose_splits(count: int, group: int, multiprocessors: int) -> int:
     """Choose the number of dK/dV splits: a divisor of ``group``, or 1 if ``count`` programs nearly fill the GPU.
 
-    The result is the smallest divisor whose use of the multiprocessors is at least ``SPLIT_EFFICIENCY_SHARE`` of the best, with
-    one program per multiprocessor at a time. ``count`` is tiles x batch rows x key heads.
+    The result is the smallest divisor whose use of the multiprocessors is at least ``SPLIT_EFFICIENCY_SHARE`` of the
+    best, with one program per multiprocessor at a time. ``count`` is tiles x batch rows x key heads.
     """
     if count == 0 or count >= FULL_GPU_SHARE * multiprocessors:
         return 1

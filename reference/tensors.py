@@ -59,6 +59,6 @@ def to_head_layout(x: Tensor, heads: int) -> Tensor:
 
 
 def to_token_layout(x: Tensor, heads: int) -> Tensor:
-    """Convert ``[B, H, S, D]`` to ``[B, S, heads, D]``; the transpose of :func:`to_head_layout`, which sums each group."""
+    """Convert ``[B, H, S, D]`` to ``[B, S, heads, D]``, summing each group: the transpose of :func:`to_head_layout`."""
     batch, all_heads, seqlen, dim = x.shape
     return x.reshape(batch, heads, all_heads // heads, seqlen, dim).sum(2).transpose(1, 2)

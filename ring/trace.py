@@ -222,7 +222,7 @@ class Trace:
                 yield
 
         settings = {item.name: getattr(call, item.name) for item in fields(call)}
-        settings |= {"waiting": partial(self.span, call.phase, "wait"), "span": span}
+        settings |= {"record_wait": partial(self.span, call.phase, "wait"), "record_span": span}
         return _RecordedCall(**settings, trace=self)
 
     def record_post(self, key: PostKey, begin: _PostBegin, fence: Fence, sends: Payload, receives: Payload) -> None:

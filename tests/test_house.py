@@ -320,7 +320,7 @@ ANOTHER = "main" if ROOT.name == "ringattn" else "ringattn"
 NAMES = """
 import sys
 import ringattn
-from .forked import FORKED
+from .rank_processes import FORKED
 
 def names(_=None):
     return __name__, ringattn.__file__, {beside!r} in sys.path

@@ -87,7 +87,8 @@ def show(
     if tokens * count > MAX_TOKENS_TIMES_RANKS or needed > MOST_BYTES:
         raise typer.BadParameter(
             f"{tokens:,} tokens over {count:,} ranks{f' in blocks of {block}' if block else ''} are too many: they "
-            f"need {human_count(needed, 'B')} of at most {human_count(MOST_BYTES, 'B')}, and tokens times ranks may be at most "
+            f"need {human_count(needed, 'B')} of at most {human_count(MOST_BYTES, 'B')}, and tokens times ranks may "
+            "be at most "
             f"{MAX_TOKENS_TIMES_RANKS:,}; `ringattn predict` takes any number"
         )
     if not tokens:

@@ -286,8 +286,8 @@ def check_mode(
 ) -> None:
     """Raise typer.BadParameter if a flag was given that has no effect in ``mode``.
 
-    ``mode_parameters`` and ``common_parameters`` name the parameters that have an effect. ``mode`` is part of the error, as in ``on the
-    CPU``.
+    ``mode_parameters`` and ``common_parameters`` name the parameters that have an effect. ``mode`` is part of the
+    error, as in ``on the CPU``.
     """
     unused = [
         flag

@@ -160,8 +160,8 @@ def check_ranks_fit(
 ) -> None:
     """Raise typer.BadParameter if an attention over ranks does not fit into this machine's free memory.
 
-    ``option`` sets the tokens in all, or with ``per_rank`` those of each rank. ``needed_for`` returns the tensor bytes of
-    each rank, or the needs of all ranks of this machine.
+    ``option`` sets the tokens in all, or with ``per_rank`` those of each rank. ``needed_for`` returns the tensor bytes
+    of each rank, or the needs of all ranks of this machine.
     """
     device, local_ranks, tokens = torch.device(config.device), ranks_here(config.world), config.world if per_rank else 1
 

@@ -78,7 +78,8 @@ def kernels(
         AttentionConfig(
             tokens, batch=batch, heads=heads, kv_heads=flags.resolve_kv_heads(heads, kv_heads), head_dim=dim,
             head_dim_v=value_dim or dim, dtype=kind, causal=causal, layout="contiguous", seed=seed, device=device.type,
-            window=window or (-1, -1), cu_seqlens=_tuple(document_boundaries(tokens, cu_seqlens, documents, documents_seed)),
+            window=window or (-1, -1),
+            cu_seqlens=_tuple(document_boundaries(tokens, cu_seqlens, documents, documents_seed)),
             seqused_k=_tuple(seqused_k), prefix_length=prefix_length, block_mask=block_mask,
         )
         for kind, dim, tokens in product(dtype or flags.dtype_names(dtypes), head_dim, seqlen or flags.counts(lengths))

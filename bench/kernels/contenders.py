@@ -289,7 +289,7 @@ def flex_mask_mod(config: AttentionConfig, device: torch.device) -> Callable[[Te
 def _autograd_contender(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], given: ContenderInputs
 ) -> PreparedContender:
-    """Prepare forward and backward by autograd on ``[B, H, S, D]``; raise ``UnsupportedContenderError`` with the error otherwise."""
+    """Prepare forward and backward by autograd on ``[B, H, S, D]``, or raise ``UnsupportedContenderError``."""
     *inputs, dout = (x.transpose(1, 2).contiguous() for x in (given.q, given.k, given.v, given.dout))
     leaves = [x.requires_grad_() for x in inputs]
     with warnings.catch_warnings(record=True) as caught:

@@ -124,7 +124,7 @@ def _errors(ready: PreparedContender, judge: ErrorJudge) -> Iterator[tuple[str, 
 
 
 def _prepare_or_skip_graph(clock: StepTimer, step: Step) -> Step:
-    """Return the function to time: a graph's replay, or the step; raise ``UnsupportedContenderError`` if capturing fails."""
+    """Return the function to time, a graph's replay or the step, or raise ``UnsupportedContenderError``."""
     try:
         return clock.prepare_step(step)
     except torch.AcceleratorError:
@@ -200,7 +200,9 @@ TARGETS = (
     SpeedTarget("forward D128, causal", CAUSAL128, FORWARD, FORWARDS,
            (("floor", FLASH, 1.2), ("goal", CUDNN, 1.05), ("goal", RATE, 600))),
     SpeedTarget("forward D64, full", FULL64, FORWARD, FORWARDS, (("floor", FLASH, 1.2), ("goal", CUDNN, 1.05))),
-    SpeedTarget("backward D128, two passes", FULL128, BACKWARD, TWO_PASSES, (("floor", FLASH, 0.9), ("goal", FLASH, 1.15))),
+    SpeedTarget(
+        "backward D128, two passes", FULL128, BACKWARD, TWO_PASSES, (("floor", FLASH, 0.9), ("goal", FLASH, 1.15))
+    ),
     SpeedTarget("backward D128, single pass", FULL128, BACKWARD, SINGLE_PASSES,
            (("floor", FLASH, 1.2), ("goal", CUDNN, 1.0), ("goal", RATE, 500))),
     SpeedTarget("carried state, 8k keys per hop", STATE128, STATE, FORWARDS,

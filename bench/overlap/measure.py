@@ -249,8 +249,12 @@ def sum_phases(forward: PhaseTimes, backward: PhaseTimes) -> PhaseTimes:
 
 def unlikely_notes(rows: Sequence[Row]) -> list[str]:
     """Return a note if a ring hides more than 100%, because then the separate runs are inconsistent."""
-    wrong = [f"{row['phase']} with {row['slots']} slots, prefetch {row['prefetch']}, {count_noun(row['chunks'], 'chunk')} "
-             f"({row['overlap']:.0f}%)" for row in rows if row["overlap"] > MOST_OVERLAP]  # fmt: skip
+    wrong = [
+        f"{row['phase']} with {row['slots']} slots, prefetch {row['prefetch']}, "
+        f"{count_noun(row['chunks'], 'chunk')} ({row['overlap']:.0f}%)"
+        for row in rows
+        if row["overlap"] > MOST_OVERLAP
+    ]
     if not wrong:
         return []
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -271,7 +275,8 @@ def buffer_verdict(rows: Sequence[Row], repeats: int) -> str:
             spread = max(two["spread"], three["spread"])
             spread_text = "" if repeats == 1 else f" ±{spread:.1f}%"
             savings.append(
-                f"{100 - 100 * three['together'] / two['together']:+.1f}%{spread_text} with {count_noun(chunks, 'chunk')}"
+                f"{100 - 100 * three['together'] / two['together']:+.1f}%{spread_text} with "
+                f"{count_noun(chunks, 'chunk')}"
             )
     listed = ", ".join(savings) or "not measured (needs --slots 2,3 --prefetch 1,2 and at least three ranks)"
     return f"step time saved by the third buffer: {listed}"

@@ -23,7 +23,7 @@ OCTAVE = 8  # lengths per octave: the answer is exact within 9%
 
 
 def tokens_needed(call: PredictedCall, inputs: PredictionInputs) -> int | None:
-    """Return the tokens per GPU from which a plain ring reaches 90% of ideal; None if more than ``MAX_TOKENS_PER_GPU``."""
+    """Return the tokens per GPU from which a plain ring reaches 90% of ideal; None above ``MAX_TOKENS_PER_GPU``."""
     count = OCTAVE * int(math.log2(MAX_TOKENS_PER_GPU / MIN_TOKENS_PER_GPU))
     lengths = np.array([2.0 * round(MIN_TOKENS_PER_GPU * 2 ** (step / OCTAVE) / 2) for step in range(count + 1)])
     enough = percent_of_ideal(call, inputs, lengths) >= 100 * ENOUGH_IDEAL

@@ -1,7 +1,7 @@
 """Records the operations of one rank in a call by running the ring's real loops on tensors without memory.
 
-:func:`record_program` passes :mod:`ringattn.ring.loop` a transport that moves no data and backends that compute nothing. Their
-calls and dependencies are the program. This module knows nothing about rings.
+:func:`record_program` passes :mod:`ringattn.ring.loop` a transport that moves no data and backends that compute
+nothing. Their calls and dependencies are the program. This module knows nothing about rings.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def build_passes(
     *,
     simulated: bool = False,
 ) -> tuple[Pass, ...]:
-    """Compute every pass by ``make_pass``; extrapolate large rings unless ranks are perturbed or ``simulated`` is set."""
+    """Compute every pass by ``make_pass``; extrapolate large rings, unless ranks are perturbed or ``simulated``."""
     perturbation.check(call.world)
     every = simulated or perturbation.is_active
     return tuple(make_pass(call, phase) if every else _extrapolate_pass(call, phase, make_pass) for phase in phases)

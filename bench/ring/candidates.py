@@ -70,7 +70,7 @@ class CandidateSetting:
         return self.problem.layout_by_name(layout).positions(dist.get_rank())
 
     def require(self, name: str, *modules: str, pieces: int = 1) -> None:
-        """Raise ``CandidateUnavailableError`` if a module is missing, ranks share a GPU, or shards do not split into equal pieces."""
+        """Raise if a module is missing, ranks share a GPU, or shards do not split into equal pieces."""
         for module in modules:
             if importlib.util.find_spec(module) is None:
                 raise CandidateUnavailableError(f"{module} is not installed (pip install {name})")
@@ -329,7 +329,7 @@ def candidate_makers(layouts: Sequence[str], worlds: Sequence[int]) -> dict[str,
 
 
 def select_makers(layouts: Sequence[str], prefixes: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
-    """Return the reference and the constructors whose names start with one of ``prefixes``; all if ``prefixes`` is empty."""
+    """Return the reference and the constructors whose names start with one of ``prefixes``, or all without any."""
     constructors = candidate_makers(layouts, worlds)
     return {
         name: make

@@ -31,7 +31,7 @@ DONE, FAILED, NOT_HERE, OUT_OF_TIME = "done", "failed", "not here", "out of time
 def run_parts(
     parts: Sequence[SuitePart], *, out: Path, device: str, end_time: float, width: int
 ) -> Generator[Row, None, None]:
-    """Run groups of parts in order, with shares of the time until ``end_time``; yield a row for each part as it ends."""
+    """Run groups of parts in order, with shares of the time until ``end_time``; yield a row as each part ends."""
     end_marked_processes(folder_mark(out))  # left by a suite that was killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     groups = group_parts(parts)
@@ -87,7 +87,8 @@ def run_part(part: SuitePart, out: Path, device: str, end_time: float) -> Row:
     start = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [fill_placeholders(word, places) for word in part.command], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            [fill_placeholders(word, places) for word in part.command], stdin=subprocess.DEVNULL, stdout=file,
+            stderr=file,
             env=part_environment(device) | {MARK: mark}, start_new_session=True,
         )  # fmt: skip
     with contextlib.suppress(subprocess.TimeoutExpired):

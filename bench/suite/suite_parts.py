@@ -76,12 +76,14 @@ def gpu_parts() -> list[SuitePart]:
         case("captured", 20),
         case("nccl-2", 35, missing=explain_missing_nccl() or _sharing_refusal(gpus), shares=gpus < 2),
         case("killed nccl", 20, missing=explain_missing_nccl() or _sharing_refusal(gpus), shares=gpus < 2),
-        bench_part("host", "the host's time to post a hop of 4k tokens with telemetry and watchdog, next to its compute", 20,
+        bench_part("host",
+                   "the host's time to post a hop of 4k tokens with telemetry and watchdog, next to its compute", 20,
               "host", "--tokens", "4k", *SHAPE, missing=explain_missing_nccl()),
         *(
             SuitePart(tool, "a tiny Hopper forward and backward under compute-sanitizer",
                  ("compute-sanitizer", "--tool", tool, *more, "--kernel-name", "kns=hopper", "--error-exitcode", "9",
-                  PYTHON, "-m", device_cases.__name__, "smallest hopper", FILE), 40, "sanitizer", missing_reason=sanitizer)
+                  PYTHON, "-m", device_cases.__name__, "smallest hopper", FILE), 40, "sanitizer",
+                             missing_reason=sanitizer)
             # Only our kernels: torch's have harmless races, and probe driver features that may be missing.
             for tool, *more in (("racecheck",), ("memcheck", "--report-api-errors", "no"))
         ),
@@ -98,9 +100,11 @@ def _between_gpus(gpus: int) -> list[SuitePart]:
     """Return parts for several GPUs, one per rank."""
     world = ("--world", str(gpus))
     return [
-        bench_part("links", "every transport over every edge", 60, "links", *world, "-b", "1M", "-e", "256M", "-f", "16",
+        bench_part("links", "every transport over every edge", 60, "links", *world, "-b", "1M", "-e", "256M", "-f",
+                   "16",
               "--channels", "auto,8"),
-        bench_part("overlap", "a ring that prefetches and one that blocks", 40, "overlap", *world, "--tokens", "8k", *SHAPE,
+        bench_part("overlap", "a ring that prefetches and one that blocks", 40, "overlap", *world, "--tokens", "8k",
+                   *SHAPE,
               "--slots", "3", "--prefetch", "0,2"),
         *(_rings(*world) if gpus < EXCHANGE_RANKS else _rings_and_meshes(*world)),
     ]  # fmt: skip
@@ -142,8 +146,10 @@ def cpu_parts() -> list[SuitePart]:
               "-b", "64K", "-e", "4M", "-f", "64", "-n", "5"),
         bench_part("overlap", "a ring of two processes on a throttled link, blocking and not", 60, "overlap", "--world",
               "2", "--tokens", "1k", *small, "--slots", "3", "--prefetch", "0,2"),
-        bench_part("memory", "peak memory of a rank in rings of 2 and 4", 90, "memory", "--world", "2,4", "--tokens", "2k"),
-        bench_part("timeline", "when each rank of a ring computed, sent, received and waited", 60, "timeline", "--world",
+        bench_part("memory", "peak memory of a rank in rings of 2 and 4", 90, "memory", "--world", "2,4", "--tokens",
+                   "2k"),
+        bench_part("timeline", "when each rank of a ring computed, sent, received and waited", 60, "timeline",
+                   "--world",
               "2", "--seqlen", "4k", *small, "--trace", f"{OUT}/trace.json"),
         bench_part("host", "the time of this package's Python per hop, a lower bound", 30, "host", "--device", "cpu"),
         case("fp8", 60),

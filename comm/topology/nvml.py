@@ -244,7 +244,7 @@ def load_nvml() -> Any:
     """Return the initialised `pynvml` module.
 
     Raises:
-        NoNvml: pynvml is not installed, or NVML found no driver.
+        NvmlUnavailableError: pynvml is not installed, or NVML found no driver.
     """
     try:
         nvml = importlib.import_module("pynvml")
@@ -261,7 +261,7 @@ def nvml_handle(device: torch.device) -> tuple[Any, Any]:
     """Return `pynvml` and NVML's handle of a torch device, matched by UUID.
 
     Raises:
-        NoNvml: NVML is missing, the device is not a GPU, or NVML does not know the GPU.
+        NvmlUnavailableError: NVML is missing, the device is not a GPU, or NVML does not know the GPU.
     """
     if device.type != "cuda":
         raise NvmlUnavailableError(f"{device} is not a GPU")
@@ -285,7 +285,7 @@ def driver_version() -> str:
     """Return the version of the NVIDIA driver.
 
     Raises:
-        NoNvml: NVML cannot be used.
+        NvmlUnavailableError: NVML cannot be used.
     """
     return _text(load_nvml().nvmlSystemGetDriverVersion())
 

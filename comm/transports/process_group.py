@@ -196,8 +196,9 @@ def _interrupt(group: dist.ProcessGroup | None) -> bool:
     """End every transfer of the group in flight, in both directions. The group is unusable afterwards.
 
     Any thread may call it. A receive that times out closes every connection of its gloo context, which wakes all
-    waiters in all threads. `TransferWork` has no abort, and `ProcessGroup.abort` does not end gloo's waits (torch 2.13). A wait
-    with a timeout on the pending work itself could take its completion away from the thread that waits for it.
+    waiters in all threads. `TransferWork` has no abort, and `ProcessGroup.abort` does not end gloo's waits (torch
+    2.13). A wait with a timeout on the pending work itself could take its completion away from the thread that waits
+    for it.
 
     Other host backends have no such mechanism, so nothing happens.
 

@@ -126,8 +126,8 @@ class Preflight:
     """One rank's calls, and its statements about them.
 
     A rank that waits at a call, or refuses a call, publishes its statement and asks the others by writing one key. The
-    watchdog of a rank that has passed the call answers. The compute thread calls `agree_on_call` and `refuse_call`; the watchdog
-    calls `keys_to_read` and `process_published`.
+    watchdog of a rank that has passed the call answers. The compute thread calls `agree_on_call` and `refuse_call`; the
+    watchdog calls `keys_to_read` and `process_published`.
     """
 
     def __init__(self, control: Control) -> None:
@@ -160,8 +160,8 @@ class Preflight:
     ) -> Verdict | None:
         """Count a call. If the call is not predicted, wait until all ranks have arrived at the same call.
 
-        The wait is limited by the control's patience. See `Watch.agree_on_call` for the arguments. A reason returned by `stop`
-        ends the wait.
+        The wait is limited by the control's patience. See `Watch.agree_on_call` for the arguments. A reason returned by
+        `stop` ends the wait.
 
         Raises:
             TransportError: a rank did not answer, `stop` returned a reason, or the store is gone.

@@ -336,7 +336,7 @@ class Watch:
     def _report_problem(
         self, post: Post | None, what: str, other_failure: RingFailure | None = None, *, look_first: bool = True
     ) -> None:
-        """Report a problem that this rank found, unless another rank's failure (`other_failure`, if known) explains it."""
+        """Report a problem that this rank found, unless another rank's failure (`other_failure`) explains it."""
         where = f"{post.label} ({post.edges(self.rank, self._names)})" if post is not None else self._step()
         if other_failure is None and look_first:
             other_failure = self._find_explanation()

@@ -168,7 +168,8 @@ def dq_tile(
         first_range, end_range = load_block_ranges(bounds.block_sparse, first, shape)
         for index in range(first_range, end_range):
             acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi,
-                           clip_tile_range(bounds.block_sparse, index, key_range), softmax_scale, seqlen_k, modifiers, place,
+                           clip_tile_range(bounds.block_sparse, index, key_range), softmax_scale, seqlen_k, modifiers,
+                           place,
                            HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     acc = scale_tile(acc, softmax_scale)
     if HAS_SUM:  # load the sum last, because the loop needs the registers

@@ -86,10 +86,14 @@ def forward_range(
     """Add a tile range to the state in three phases: masked head, full middle, masked tail."""
     unit = score_scale_log2(modifiers, softmax_scale)
     if HAS_HEAD:
-        acc, l_i, m_i = forward_phase(acc, l_i, m_i, q, k, v, lo, hi, key_range.start, key_range.full_start, unit, softmax_scale,
-                             seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
-    acc, l_i, m_i = forward_phase(acc, l_i, m_i, q, k, v, lo, hi, key_range.full_start, key_range.full_end, unit, softmax_scale,
-                         seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
+        acc, l_i, m_i = forward_phase(
+            acc, l_i, m_i, q, k, v, lo, hi, key_range.start, key_range.full_start, unit, softmax_scale,
+            seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True,
+        )  # fmt: skip
+    acc, l_i, m_i = forward_phase(
+        acc, l_i, m_i, q, k, v, lo, hi, key_range.full_start, key_range.full_end, unit, softmax_scale,
+        seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False,
+    )  # fmt: skip
     return forward_phase(acc, l_i, m_i, q, k, v, lo, hi, key_range.full_end, key_range.end, unit, softmax_scale,
                 seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
 
@@ -157,8 +161,10 @@ def forward_tile(
     place = load_tile_position(modifiers, offs_q, shape.rows, batch, column, shape.heads)
     k, v = select_head(k, batch, head // shape.group), select_head(v, batch, head // shape.group)
     if bounds.block_sparse is None:
-        acc, l_i, m_i = forward_range(acc, l_i, m_i, q_tile, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers,
-                                   place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
+        acc, l_i, m_i = forward_range(
+            acc, l_i, m_i, q_tile, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers,
+            place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None,
+        )  # fmt: skip
     else:
         first_range, end_range = load_block_ranges(bounds.block_sparse, first, shape)
         for index in range(first_range, end_range):

@@ -241,8 +241,8 @@ def load_key_bounds(bounds, offs, shape, MASKED: gl.constexpr, layout: gl.conste
 def key_visible_mask(bounds, column, offs):
     """Return bool ``[keys, queries]`` of the tile that begins at ``column``: True if the query sees the key.
 
-    `load_key_bounds` has already subtracted the bits of ``offs`` that differ between threads, because a thread has only two
-    rows of bounds but sixteen columns. The rest of ``offs`` is a compile-time constant.
+    `load_key_bounds` has already subtracted the bits of ``offs`` that differ between threads, because a thread has only
+    two rows of bounds but sixteen columns. The rest of ``offs`` is a compile-time constant.
     """
     offs = (offs & ~THREAD_COLUMN_BITS)[None, :]
     return (offs >= bounds.lo - column) & (offs < bounds.hi - column)

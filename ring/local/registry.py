@@ -52,7 +52,8 @@ def resolve_backend(backend: Any, device: torch.device) -> LocalAttention:
     name = _DEFAULTS.get(device.type) if backend == "auto" else backend
     if name not in _FACTORIES:
         raise ValueError(
-            f"backend is {short_repr(backend)}: it must be one of auto, {', '.join(_FACTORIES)}, or a LocalAttention (under "
+            f"backend is {short_repr(backend)}: it must be one of auto, {', '.join(_FACTORIES)}, or a LocalAttention "
+            "(under "
             "torch.compile only its registered name)"
         )
     if name not in _KERNELS:

@@ -73,7 +73,8 @@ def _span(name: str, given: tuple[int, ...]) -> Span:
         span = Span(0, 0, 0)
     if span.step < 1 or span.stop > MAX_POSITIONS:
         raise ValueError(
-            f"{name} is {short_repr(given)}: it must be a Span(start, length, step=1) of whole numbers, start and length at "
+            f"{name} is {short_repr(given)}: it must be a Span(start, length, step=1) of whole numbers, start and "
+            "length at "
             "least 0, step at least 1, and positions below 2^62"
         )
     return span if span.length > 1 else span._replace(step=1)

@@ -139,8 +139,8 @@ def sent_keys(layout: Layout, mask: Mask, keys: Layout) -> Layout:
     """Return the layout of the keys that are sent: ``keys`` without those that no query of another rank sees.
 
     With a window these are the ends of the shards, with packed documents the documents that span several ranks, with a
-    block-sparse pattern whole blocks. Every rank passes on everything that it received. If a share of ``MAX_SENT_SHARE`` or more
-    would be sent anyway, the result is ``keys``.
+    block-sparse pattern whole blocks. Every rank passes on everything that it received. If a share of
+    ``MAX_SENT_SHARE`` or more would be sent anyway, the result is ``keys``.
     """
     needed = _seen_by_others(layout, mask)
     if needed is None:

@@ -33,7 +33,7 @@ VARIANT = KernelVariant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
     ("forward", {"loops": ()}, "no loop"),
     ("forward", {"loops": (Loop(16, 0, 16, True),)}, "serialised wgmma"),
     ("quantize", {"stack": 8}, "8 bytes of local memory"),
-    ("quantize", {"flushes": True}, "flushed"),
+    ("quantize", {"flushes_subnormals": True}, "flushed"),
 ])  # fmt: skip
 def test_gate_names_the_problem(kernel: str, change: dict[str, Any], message: str) -> None:
     variant, clean = replace(VARIANT, kernel=kernel), CLEAN if kernel == "forward" else replace(CLEAN, loops=())
@@ -42,7 +42,7 @@ def test_gate_names_the_problem(kernel: str, change: dict[str, Any], message: st
     assert message in problem
 
 
-@pytest.mark.parametrize(("full", "wanted"), [(True, CONSUMERS), (False, 3 * CONSUMERS)])
+@pytest.mark.parametrize(("full", "expected"), [(True, CONSUMERS), (False, 3 * CONSUMERS)])
 def test_the_hopper_forward_has_three_loops_unless_it_is_full(full: bool, expected: int) -> None:
     variant = replace(VARIANT, full=full, options=(("forward_kernel", "hopper"),))
     for count in (CONSUMERS, 3 * CONSUMERS):
@@ -187,25 +187,25 @@ SHORT = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
 
 
 @pytest.mark.parametrize(("instructions", "counted"), [
-    ([PRODUCT], {"products": 64 * 128 * 16, "backward_shared_bytes": 32 * (64 + 128)}),
+    ([PRODUCT], {"products": 64 * 128 * 16, "shared_bytes": 32 * (64 + 128)}),
     (["HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR16].tnspB, R88"],
-     {"products": 64 * 128 * 16, "backward_shared_bytes": 32 * 128}),
+     {"products": 64 * 128 * 16, "shared_bytes": 32 * 128}),
     (["HGMMA.64x64x8.F32.TF32 R24, gdesc[UR4], RZ, !UPT"],
-     {"products": 2 * 64 * 64 * 8, "backward_shared_bytes": 32 * (64 + 64)}),
+     {"products": 2 * 64 * 64 * 8, "shared_bytes": 32 * (64 + 64)}),
     (["QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], RZ"],
-     {"products": 64 * 64 * 32 / 2, "backward_shared_bytes": 32 * (64 + 64)}),
-    ([SHORT], {"products": 4 * 16 * 8 * 16, "backward_shared_bytes": 0}),
+     {"products": 64 * 64 * 32 / 2, "shared_bytes": 32 * (64 + 64)}),
+    ([SHORT], {"products": 4 * 16 * 8 * 16, "shared_bytes": 0}),
     (["HMMA.1688.F32.TF32 R4, R8, R12, R4"], {"products": 4 * 2 * 16 * 8 * 8}),
-    (["LDSM.16.M88.4 R4, [R8]"], {"backward_shared_bytes": WARPS * 512}),
-    (["LDS.128 R4, [R8]", "STS R4, [R8]", "LDS.U16 R4, [R8]"], {"backward_shared_bytes": WARPS * (512 + 128 + 64)}),
+    (["LDSM.16.M88.4 R4, [R8]"], {"shared_bytes": WARPS * 512}),
+    (["LDS.128 R4, [R8]", "STS R4, [R8]", "LDS.U16 R4, [R8]"], {"shared_bytes": WARPS * (512 + 128 + 64)}),
     # an instruction whose guard is always false only takes an issue slot
-    (["@!PT LDS RZ, [RZ]", "@P0 LDS R4, [R8]"], {"issued": 2, "backward_shared_bytes": WARPS * 128}),
+    (["@!PT LDS RZ, [RZ]", "@P0 LDS R4, [R8]"], {"issued": 2, "shared_bytes": WARPS * 128}),
     # a copy from global to shared memory counts for both
     (["LDGSTS.E.BYPASS.128 [R8], desc[UR4][R2.64]", "LDG.E.64 R4, desc[UR4][R2.64]"],
-     {"backward_shared_bytes": WARPS * 512, "global_bytes": WARPS * (512 + 256)}),
+     {"shared_bytes": WARPS * 512, "global_bytes": WARPS * (512 + 256)}),
     # a TMA load has the bytes that its barrier expects
-    (["MOV R9, 0x4000", ARRIVE, LOAD], {"backward_shared_bytes": 0x4000, "global_bytes": 0x4000}),
-    (["MOV R9, 0x4000", ARRIVE, ARRIVE, LOAD], {"backward_shared_bytes": 0x8000, "global_bytes": 0x8000}),
+    (["MOV R9, 0x4000", ARRIVE, LOAD], {"shared_bytes": 0x4000, "global_bytes": 0x4000}),
+    (["MOV R9, 0x4000", ARRIVE, ARRIVE, LOAD], {"shared_bytes": 0x8000, "global_bytes": 0x8000}),
     (["MOV R9, 0x4000", "IADD3 R9, R9, R4, RZ", ARRIVE, LOAD], {"global_bytes": 0}),
     (["FFMA2 R4, R4, R4, R4", "FADD R4, R4, R4"], {"fma": 3}),
 ])  # fmt: skip

@@ -119,12 +119,12 @@ def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def search(tried: Any, default: RingSetting, check: Any, *_: Any, done: Any) -> SearchResult[RingSetting]:
+    def search(tried: Any, default: RingSetting, check: Any, *_: Any, on_run: Any) -> SearchResult[RingSetting]:
         assert check(default) is None
         return SearchResult(default, {default: [TimedRun(1e-3)] * 5}, {}, True)
 
     stand_ins = {
-        "resolve_group": lambda: None, "control_of": lambda group: SimpleNamespace(scope=lambda name: None),
+        "resolve_group": lambda: None, "open_control": lambda group: SimpleNamespace(scope=lambda name: None),
         "Ring": lambda **arguments: nullcontext(SimpleNamespace(transport="nccl")), "ring_error": lambda *_: None,
         "ring_candidate": lambda *_: SimpleNamespace(run=lambda shards: None), "search": search,
     }  # fmt: skip

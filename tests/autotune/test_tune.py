@@ -76,7 +76,7 @@ def run_command(*arguments: str) -> Any:
 def test_invalid_arguments_are_refused(
     arguments: list[str], message: str, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((ring_search, "spawn"), (tune, "tune")):
+    for module, name in ((ring_search, "run_process_group"), (tune, "tune")):
         monkeypatch.setattr(module, name, lambda *args, **how: pytest.fail("a search was started"))
     result = run_command(*arguments)
     assert result.exit_code == 2
@@ -229,7 +229,7 @@ def test_every_point_gets_an_even_share_of_what_is_left(folders: Folders, monkey
     config, shares = config_of(folders[0], lengths=(16, 64)), list[float]()
     compiled = compile_points(config, open_journal(config), InlinePool(compile_fine), ignore_progress)  # type: ignore[arg-type]
 
-    def search(*given: Any, done: object) -> SearchResult[Tile]:
+    def search(*given: Any, on_run: object) -> SearchResult[Tile]:
         shares.append(given[-1]())
         return SearchResult(None, {}, {}, False)
 
@@ -313,7 +313,7 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> No
             return super().find_error(tile)
 
     def measured(gpu: GpuSpec) -> Any:
-        how: dict[str, Any] = {"trials_of": lambda point: Breaks(slow), "budget": Budget(1e9, lambda: 0.0)}
+        how: dict[str, Any] = {"make_trials": lambda point: Breaks(slow), "budget": Budget(1e9, lambda: 0.0)}
         return measure_points(replace(config, gpu=gpu), compiled, open_journal(config), ignore_progress, **how)
 
     with pytest.raises(torch.AcceleratorError):

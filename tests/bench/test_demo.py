@@ -206,7 +206,7 @@ def test_rotary_scores_depend_only_on_distance() -> None:
 
 
 def test_a_comparison_fails_on_nan() -> None:
-    right = {"difference": 0.0, "error": 1.0, "theirs": 0.5, "allowed": 1.0}
+    right = {"difference": 0.0, "error": 1.0, "pytorch_error": 0.5, "allowed": 1.0}
     wrong: list[dict[str, Any]] = [{"error": math.nan}, {"allowed": math.nan}, {"error": None, "difference": 1.1}]
     assert comparison_row(0, "loss", **right)["agrees"]
     assert not any(comparison_row(0, "loss", **{**right, **change})["agrees"] for change in wrong)

@@ -52,7 +52,7 @@ def test_bad_file_is_named(reader: str, alone: None, tmp_path: Path, monkeypatch
     places = {"FILE": path, "FOLDER": tmp_path}
     result = run(*(places.get(word, word) for word in READERS[reader]))
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
-    assert "results.json" in told(result) and "no regular file" in told(result), told(result)
+    assert "results.json" in told(result) and "not a regular file" in told(result), told(result)
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
 
 

@@ -121,7 +121,7 @@ def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) 
         contender.sdpa_contender(contender.CPU_SDPA["math"], inputs)
     monkeypatch.setattr(contender, "free_memory", lambda device: 2 * 32**2 / contender.DENSE_SHARE)
     contender._check_square(inputs, 2, "scores")
-    with pytest.raises(UnsupportedContenderError, match="its scores take"):
+    with pytest.raises(UnsupportedContenderError, match="its scores need"):
         contender._check_square(ContenderInputs.draw_random(config(32, batch=2), CPU), 2, "scores")
 
 
@@ -223,10 +223,11 @@ def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest
     lasts: Any = []
     seconds = {one.name: number for number, one in enumerate(speed.BESIDE_VARIANTS[-2:], 1)}
     variants = [SimpleNamespace(name=name, config=lambda *_, name=name, **how: name) for name in seconds]
-    copy = SimpleNamespace(beside=lambda step, stream: step, wrong=lambda: wrong)
+    copy = SimpleNamespace(run_alongside=lambda step, stream: step, count_wrong=lambda: wrong)
     stand_ins = {
         "BESIDE_VARIANTS": variants, "attention_forward": lambda *_, config: None, "BackgroundCopy": lambda *_: copy,
-        "new_stream": lambda *_: None, "bytes_for": lambda device, lasting, nbytes: lasts.append(lasting) or nbytes,
+        "new_stream": lambda *_: None,
+        "copy_bytes_for": lambda device, seconds, nbytes: lasts.append(seconds) or nbytes,
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(speed, name, stand_in)

@@ -214,7 +214,9 @@ def wait_for_ever(folder: str) -> None:
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    code = f"from {__name__} import launch, wait_for_ever; launch(2, wait_for_ever, {str(tmp_path)!r})"
+    code = (
+        f"from {__name__} import launch_processes, wait_for_ever; launch_processes(2, wait_for_ever, {str(tmp_path)!r})"
+    )
     starter = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while starter.poll() is None and not all((tmp_path / rank).exists() for rank in "01"):
         time.sleep(0.01)

@@ -67,7 +67,7 @@ REFUSED = {
     "--seqlen 1001": "seqlen is 1,001: it must be a multiple of the 8 ranks, such as 1,000",
     "--world 16385": "world is 16,385: it must be at most 16,384 GPUs",
     "--gpus 512 --tokens 64 --prefix-length 4k": "GPUs is 512: with this layout and mask at most 128",
-    "--layout striped --block-mask strided,block=128,stride=1k": "runs of whole blocks of 128",
+    "--layout striped --block-mask strided,block=128,stride=1k": "every span must be a run of whole blocks of 128",
     "--trace t.json --gpus 256": "at most 128 GPUs, not 256",
     "--trace t.json --jitter 0.1": "trace draws one run and jitter needs several",
     "--picture map.png": "--picture is given without --sweep",
@@ -277,7 +277,8 @@ def result_file(folder: Path, rows: list[dict[str, Any]], **provenance: Any) -> 
 
 
 @pytest.mark.parametrize(("call", "rate"), [
-    (PredictedCall(8192, 8), 400), (PredictedCall(131072, 8), 500), (PredictedCall(8192, 8, head_dim=64), 350),  # head dim before length
+    (PredictedCall(8192, 8), 400), (PredictedCall(131072, 8), 500), (PredictedCall(8192, 8, head_dim=64), 350),
+     # head dim before length
     (PredictedCall(8192, 8, mask=Mask()), 510), (PredictedCall(8192, 8, dtype="float32"), 120),  # mask before length
 ])  # fmt: skip
 def test_the_nearest_row_of_a_file_is_used(call: PredictedCall, rate: float, tmp_path: Path) -> None:

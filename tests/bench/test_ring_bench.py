@@ -127,7 +127,7 @@ def test_every_length_runs_in_its_own_processes(launched: bool, monkeypatch: pyt
         part: Result = measure(LaunchedRank(0, 1, 0, 1), CPU, config)
         return part
 
-    for name, value in (("warm_up", lambda *_: None), ("measured", measured)):
+    for name, value in (("warm_up", lambda *_: None), ("measure_problem", measured)):
         monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(command, "run_process_group", spawned)
     monkeypatch.setattr(command, "launched_rank", lambda: LaunchedRank(0, 1, 0, 1) if launched else None)

@@ -109,7 +109,7 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
             part("crashes", code="import os; os.abort()"),
             part("lacks", code="print('no such library'); raise SystemExit(69)"),
             part("hangs", FILE, code=leaves() + child + HANGS, seconds=0.1),
-            part("absent", missing="no GPU"),
+            part("absent", missing_reason="no GPU"),
             part("wrong", FILE, code=leaves(["a is 2"])),
             part("silent", FILE),
             part("last", code="print('here')"),
@@ -150,7 +150,7 @@ def test_the_next_call_ends_orphaned_parts(tmp_path: Path) -> None:
 
 def test_a_signal_ends_parts_and_keeps_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signals = f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); "
-    listed = [part("first"), part("hangs", code=signals + HANGS, beside="x"), part("waits", beside="x")]
+    listed = [part("first"), part("hangs", code=signals + HANGS, parallel_group="x"), part("waits", parallel_group="x")]
     monkeypatch.setattr(suite_parts, "list_parts", lambda kind: listed)
     monkeypatch.setattr(suite, "MOST_SIDE_BY_SIDE", 1)
     ran = CliRunner().invoke(suite.app, ["--device", "cpu", "--out", str(tmp_path)])
@@ -184,17 +184,21 @@ time.sleep(0.3)  # a third part would start meanwhile
 print(len(there()))
 os.remove(sys.argv[1])
 """
-    listed = [part(name, name, code=code, beside="x" if name < "d" else "") for name in "abcd"]
+    listed = [part(name, name, code=code, parallel_group="x" if name < "d" else "") for name in "abcd"]
     run(listed, tmp_path)
     counts = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abcd"]
     assert max(counts) == 2 and counts[3] == 1
-    groups = part_processes.group_parts([*listed, part("absent", missing="no GPU")])
+    groups = part_processes.group_parts([*listed, part("absent", missing_reason="no GPU")])
     assert [part_processes.group_seconds(group, 2) for group in groups] == [10.0, 5.0, 0.0]
 
 
 def test_missing_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # The shortest part needs at least half of its time. A missing part needs none.
-    listed = [part("long", seconds=60.0), part("short", seconds=10.0), part("absent", seconds=1.0, missing="no GPU")]
+    listed = [
+        part("long", seconds=60.0),
+        part("short", seconds=10.0),
+        part("absent", seconds=1.0, missing_reason="no GPU"),
+    ]
     now = ManualClock(monkeypatch).now
     assert part_processes.missing_seconds(listed, now + 6) == part_processes.missing_seconds(listed[2:], now) == 0
     assert part_processes.missing_seconds(listed, now + 2) == 3
@@ -262,7 +266,7 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     listed = [
         part("first", FILE, code=f"{leaves()}open({str(count)!r}, 'a').write('x')"),
         part("fails", code=f"{shown}; raise ValueError('no')"),
-        part("last", missing="no GPU"),
+        part("last", missing_reason="no GPU"),
     ]
     monkeypatch.setattr(suite_parts, "list_parts", lambda kind: listed)
     flags = ["bench", "suite", "--device", "cpu", "--out", str(out)]

@@ -279,7 +279,7 @@ MISTAKES: list[tuple[Any, str, Any, str, tuple[str, ...]]] = [
     (NcclOneSidedTransport, "_make_room", partial(early, make_room=ROOM), "world 4", ("race", "slot", "copy")),
     (NcclOneSidedTransport, "_put", partial(unwaited, put=PUT), "world 4", ("race", "slot", "kernel")),
     (NcclOneSidedTransport, "_put", partial(one_more, put=PUT), "world 4", ("race", "slot", "copy")),
-    (Slots, "_settle", lambda self: None, "full, then a longer window", ("race", "frees it")),
+    (Slots, "_synchronize_zeros", lambda self: None, "full, then a longer window", ("race", "frees it")),
 ]
 
 

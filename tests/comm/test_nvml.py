@@ -279,7 +279,7 @@ def test_reader_of_clocks_and_power(stand_in: StandIn) -> None:
     read = nvml.GpuReader(GPU)
     assert read() == {} and "NVML finds no driver" in str(read.reason)
     assert "NVML finds no driver" in provenance.gpu_clocks(GPU)["unknown"]
-    assert provenance._or_unknown(nvml.driver_version) == "unknown: NoNvml"
+    assert provenance._or_unknown(nvml.driver_version) == "unknown: NvmlUnavailableError"
 
 
 def test_discover_returns_devices_on_rank_0_only() -> None:

@@ -59,7 +59,7 @@ def test_only_rank_0_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> None
     pytest.importorskip("transformers")
     reported: list[object] = []
     model = SimpleNamespace(set_attn_implementation=lambda name: None)
-    for name, answer in (("load", (model, words)), ("haystack", ("ids", "needles"))):
+    for name, answer in (("load_model", (model, words)), ("build_haystack", ("ids", "needles"))):
         monkeypatch.setattr(long_context, name, lambda *_, answer=answer: answer)
     for name in ("run_on_ranks", "run_in_one_process"):
         monkeypatch.setattr(long_context, name, lambda *_, name=name: name)

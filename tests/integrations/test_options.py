@@ -403,7 +403,7 @@ def test_megatron_padding_between_documents_is_masked_and_zero() -> None:
 @pytest.mark.parametrize(("own", "size", "group"), [(None, None, "layer"), (None, 1, None), ("own", 2, "own")])
 def test_megatron_takes_the_group_of_the_micro_batch(own: Any, size: int | None, group: Any) -> None:
     packed = SimpleNamespace(cp_group=own, local_cp_size=size)
-    assert import_module("ringattn.integrations.megatron")._group_of(packed, "layer") == group
+    assert import_module("ringattn.integrations.megatron")._micro_batch_group(packed, "layer") == group
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -81,7 +81,9 @@ DIFFERENT: dict[str, tuple[str, Batch, Batch]] = {
     "an embedding": (
         "inputs_embeds", embedded(), {**embedded(), "inputs_embeds": changed(embedded()["inputs_embeds"], (1, 5, 3))}
     ),
-    "shifted labels": ("shift_labels", {**text(), "shift_labels": token_ids()}, {**text(), "shift_labels": -token_ids()}),
+    "shifted labels": (
+        "shift_labels", {**text(), "shift_labels": token_ids()}, {**text(), "shift_labels": -token_ids()},
+    ),
     "no labels": ("labels", text(), {"input_ids": token_ids()}),
     "items": ("num_items_in_batch", {**text(), "num_items_in_batch": 80}, {**text(), "num_items_in_batch": 81}),
     "dtype": ("labels", text(), {**text(), "labels": token_ids().int()}),

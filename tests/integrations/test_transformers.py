@@ -277,7 +277,9 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "mask argument": (
         NotImplementedError, "'sinks'.* of a mask",
-        lambda: integration.mask_interface(q_length=1, kv_length=1, mask_function=masking.causal_mask_function, sinks=4),
+        lambda: integration.mask_interface(
+            q_length=1, kv_length=1, mask_function=masking.causal_mask_function, sinks=4
+        ),
     ),
     "balance of experts": (
         NotImplementedError, "aux_loss of GptOssForCausalLM",

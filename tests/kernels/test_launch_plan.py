@@ -72,7 +72,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     made, run = dict[str, tuple[int, Any]](), launch.launch
 
     def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **how: Any) -> None:
-        made[kernel.__name__] = grid, next(arg for arg in args if type(arg).__name__ == "Shape")
+        made[kernel.__name__] = grid, next(arg for arg in args if type(arg).__name__ == "LaunchShape")
         run(kernel, grid, device, *args, **how)
 
     for module in (attention, single_pass):

@@ -210,7 +210,7 @@ for copied in results[1:]:
 names = {copy.ops.forward_op._qualname for copy in (ours, one, other)}
 assert names == {f"{n}::attention_forward" for n in ("ringattn", "elsewhere", "vendor__attention__fused")}, names
 assert ours.Bounds is not one.Bounds is not other.Bounds
-other.choice.gpu_specs = lambda device: other.gpu.assumed_gpu(90, "NVIDIA H200")
+other.launch_plan.gpu_specs = lambda device: other.gpu.assumed_gpu(90, "NVIDIA H200")
 assert other.default_config(q, v).forward == other.Tile(64, 128, 8, 2), "a table in `tuned/` of a copy serves"
 """
 

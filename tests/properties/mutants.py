@@ -26,11 +26,11 @@ CONFIG = """
 source_paths = ["ringattn/"]
 only_mutate = [
     "ringattn/kernels/bounds.py",
-    "ringattn/ring/schedule/active.py",
+    "ringattn/ring/schedule/visibility.py",
     "ringattn/ring/schedule/layout.py",
     "ringattn/ring/schedule/mask.py",
     "ringattn/ring/schedule/schedule.py",
-    "ringattn/ring/schedule/text.py",
+    "ringattn/ring/schedule/formatting.py",
 ]
 pytest_add_cli_args_test_selection = [
     "tests/kernels/test_bounds.py",

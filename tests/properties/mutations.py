@@ -74,7 +74,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             yield replaced(node, args=[ast.parse(f"({ast.unparse(first)}) + 1", mode="eval").body, *rest])
 
 
-TAKES_SLOT = ("free", "busy", "computed", "buffers", "tensors", "_part")
+TAKES_SLOT = ("free", "busy", "pop_uses", "add_use", "mark_computed", "buffers", "tensors", "_part")
 OPERATORS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Eq: (ast.NotEq,),
     ast.NotEq: (ast.Eq,),

@@ -116,7 +116,7 @@ def test_predict_reads_a_layout_file(tmp_path: Path) -> None:
         ([[[0, 8]], [[16, 8]]], "it has 16 tokens up to position 23: it must have every position from 0"),
         ([[]], "it has no token: it must have"),
         (None, "spans_per_rank is None: it must be a list"),
-        ("{}", "it has no field: it must have spans_per_rank alone"),
+        ("{}", "it has no field: it must have only spans_per_rank"),
         ('{"spans_per_rank": [[[0, 8]]], "rank": 1}', "it has spans_per_rank, rank: it must have"),
         ("[]", "it is []: it must be a JSON object"),
     ],

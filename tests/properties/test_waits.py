@@ -178,14 +178,14 @@ def backwards(self: Any, *hop: Any, advance: Any = KeyValues.post_kv) -> None:
 
 
 BROKEN = [
-    (buffers.RingBuffer, "computed", lambda *_: None, "world 5", ("K/V slot", "kernel", "hop", "recv from")),
+    (buffers.RingBuffer, "mark_computed", lambda *_: None, "world 5", ("K/V slot", "kernel", "hop", "recv from")),
     (buffers.Arrival, "wait", lambda self: self.tensors, "world 5", ("recv", "kernel forward_kernel")),
-    (Slots, "free", lambda self, slot: (), "world 5", ("race", "nothing orders the two")),
-    (buffers.RingCall, "settle", lambda self: None, "forward twice", ("the caller, afterwards", "send")),
+    (Slots, "pop_uses", lambda self, slot: (), "world 5", ("race", "nothing orders the two")),
+    (buffers.RingCall, "wait_all", lambda self: None, "forward twice", ("the caller, afterwards", "send")),
     (buffers.RingCall, "mark", lambda self: DONE, "single pass, two chunks", ("single_pass_kernel", "send")),
     (buffers.RingCall, "mark", lambda self: DONE, "parts of dK/dV", ("reduce_kernel", "send")),
     (ByNodeTransport, "post", far_first, "2 x 2, unshard", ("deadlock with eager sends",)),
-    (KeyValues, "advance", backwards, "two chunks", ("that is not the order of keys",)),
+    (KeyValues, "post_kv", backwards, "two chunks", ("that is not the order of keys",)),
 ]
 """Owner, attribute, replacement, the case that shows the defect, and words that the problem must contain."""
 

@@ -111,9 +111,13 @@ TARGETS = (
     Target("comm.transports.nccl", NODE_POST, ("nccl",), ("comm/test_nccl.py",)),
     Target("comm.transports.nccl_one_sided", ONE_SIDED_POST, ("nccl_one_sided",), ONE_SIDED),
     Target("comm.transports.local", LOCAL_POST, ("local",), LOCAL),
-    Target("comm.world", ("LocalWorld._stream_of",), ("local",), LOCAL),
+    Target("comm.world", ("LocalWorld._rank_stream",), ("local",), LOCAL),
     Target(
-        "kernels.shared_cache", ("Shared", "SharedCache"), ("local",), ("kernels/test_shared_cache.py",), tuple(CACHED)
+        "kernels.shared_cache",
+        ("SharedValue", "SharedCache"),
+        ("local",),
+        ("kernels/test_shared_cache.py",),
+        tuple(CACHED),
     ),
     Target(
         "comm.watchdog.preflight",

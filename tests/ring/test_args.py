@@ -174,7 +174,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"deadline": 0}, "deadline is 0: it must be a positive number of seconds, 1e9 at most, or None"),
     ("Ring", {"topology": Topology.grid(2, 2)}, "topology has 4 ranks, the group has 1"),
     ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be one of None, torch.bfloat16"),
-    ("Ring", {"group": 5}, r"group is \d+: "),
+    ("Ring", {"group": 5}, r"group is \d+; "),
     ("LocalWorld", {"device": "meta"}, "device is 'meta': it must be cpu or a CUDA device that torch sees"),
     ("Layout", {"spans_per_rank": []}, "^spans_per_rank is empty: it must have a list of spans for every rank$"),
     ("Layout", {"spans_per_rank": [5]}, r"spans_per_rank\[0\] is 5: it must be a list of spans"),

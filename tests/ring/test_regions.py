@@ -74,7 +74,7 @@ CONSTANTS = {"MIN_ROWS": (3, 6), "BAND_ROWS": (2, 4), "NARROW_KEYS": (3, 30)}
 @given(
     case=any_bounds(),
     constants=st.fixed_dictionaries({name: st.sampled_from(some) for name, some in CONSTANTS.items()}),
-    how=st.sampled_from([{}, {}, {"operator": False}, {"exact": True}, {"exact": True}]),
+    how=st.sampled_from([{}, {}, {"use_operator": False}, {"exact": True}, {"exact": True}]),
 )
 @settings(max_examples=200)
 def test_regions_cover_every_visible_pair_once(
@@ -88,7 +88,7 @@ def test_regions_cover_every_visible_pair_once(
     covered = torch.zeros(visible.shape, dtype=torch.int32)
     for region in cut:
         assert region.row < region.row_end and region.key < region.key_end
-        assert (region.kind is RegionKind.BLOCKWISE) not in (["operator" not in how] if how else [])
+        assert (region.kind is RegionKind.BLOCKWISE) not in (["use_operator" not in how] if how else [])
         covered[region.items, region.rows, region.keys] += shape(region, bounds)
     assert covered.equal(visible.int())
     assert bool(cut) == bool(visible.any())

@@ -179,10 +179,10 @@ ROWS: dict[str, Any] = {"key_mask": HOLES}
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (ROWS | {"block_mask": BlockMask(torch.eye(9).bool(), 4)}, "block_mask is given with key_mask, by which batch"),
-        (ROWS | {"block_mask": longformer(4, [(0, 2)])}, "block_mask is given with key_mask, by which batch rows see"),
-        (HIDING["documents"] | {"causal": True, "prefix_length": 3}, "prefix_length is given with cu_seqlens, by"),
-        (HIDING["left padding"] | {"alibi_slopes": torch.ones(BATCH, 4)}, "alibi_slopes is given with leftpad_k, by"),
+        (ROWS | {"block_mask": BlockMask(torch.eye(9).bool(), 4)}, "block_mask is given with key_mask, which let"),
+        (ROWS | {"block_mask": longformer(4, [(0, 2)])}, "block_mask is given with key_mask, which let batch rows see"),
+        (HIDING["documents"] | {"causal": True, "prefix_length": 3}, "prefix_length is given with cu_seqlens, which"),
+        (HIDING["left padding"] | {"alibi_slopes": torch.ones(BATCH, 4)}, "alibi_slopes is given with leftpad_k, wh"),
         ({"cu_seqlens": [[0, 36], [0, 9, 40], [0, 36]]}, r"cu_seqlens\[1\] ends at 40: it must end at 36, the number"),
         ({"key_mask": HOLES[:, :-1]}, r"key_mask is torch.bool \[3, 35\]: it must be bool \[3, 36\]"),
         ({"key_mask": HOLES.long()}, r"key_mask is torch.int64 \[3, 36\]: it must be bool"),

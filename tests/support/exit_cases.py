@@ -64,7 +64,7 @@ def run_helper(last: LateDeletedObject, stay: Callable[[], None]) -> None:
 
 
 def run_tick(last: LateDeletedObject, stay: Callable[[], None]) -> None:
-    watch: Any = SimpleWatch(rank=0, device=CPU_DEVICE, closed=False, tick=stay)
+    watch: Any = SimpleWatch(rank=0, device=CPU_DEVICE, is_closed=False, tick=stay)
     sys.modules["watch"] = watch  # the watchdog keeps only weak references
     _WATCHDOG.add(watch)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-FILES = {"tiles": "device/tiles.py"} | {name: f"hopper/{name}.py" for name in ("steps", "forward", "backward")}
+FILES = {"tiles": "device/tiles.py"} | {name: f"hopper/{name}.py" for name in ("step_order", "forward", "backward")}
 
 Choose = Callable[[list[str]], int]
 """Function that picks the next partition or load, by its index in the list of runnable names."""

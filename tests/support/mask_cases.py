@@ -250,9 +250,8 @@ def add_ranks(case: RingCase, parts: list[ExpectedResults]) -> ExpectedResults:
     }
     sinks = [part.sinks for part in parts if part.sinks is not None]
     total = (sum(x[0] for x in sinks), sum(x[1] for x in sinks), sum(x[2] for x in sinks)) if sinks else None
-    return ExpectedResults(
-        join_all([part.exact for part in parts]), join_all([part.pytorch for part in parts]), sizes, total
-    )  # type: ignore[arg-type]
+    exact, pytorch = (join_all([getattr(part, name) for part in parts]) for name in ("exact", "pytorch"))
+    return ExpectedResults(exact, pytorch, sizes, total)  # type: ignore[arg-type]
 
 
 def send_over_wire(x: Tensor, by: Wire | None) -> Tensor:

@@ -50,7 +50,7 @@ def wire_error_bound(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def assert_within_bound(x: Tensor, back: Tensor, scale: Tensor) -> None:
-    """Check that exactly the non-finite values of ``x`` are NaN, and that the others are within :func:`wire_error_bound`."""
+    """Check that exactly the non-finite values of ``x`` are NaN, and others are within :func:`wire_error_bound`."""
     finite = x.isfinite()
     assert torch.equal(back.isnan(), ~finite)
     error = (back.to(torch.float64) - x.to(torch.float64)).abs()

@@ -294,7 +294,7 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
         "NCCL_ALGO=ranks 0 and 2: unset; rank 1: Ring; " + machine.ORDER_HINT,
     ),
     (machine.check_settings([{**HEALTHY, "settings": {"NCCL_P2P_DISABLE": "0"}}]), OK, "NCCL_P2P_DISABLE=0; "),
-    (machine.check_settings([{**HEALTHY, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "NCCL_LAUNCH_ORDER_IMPLICIT=1"),
+    (machine.check_settings([{**HEALTHY, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "ORDER_IMPLICIT=1"),
 ])  # fmt: skip
 def test_findings_of_the_machine(finding: Finding, status: str, text: str) -> None:
     assert finding.status == status and text in finding.text, finding
@@ -329,7 +329,7 @@ def test_each_level_warms_its_own_edges(monkeypatch: pytest.MonkeyPatch) -> None
     levels = [SimpleNamespace(reason="", warm_up=warmed.append) for _ in range(2)]
     monkeypatch.setattr(doctor_ring, "open_transports", lambda *_, **how: levels)
     ranks: Any = SimpleNamespace(
-        group=None, device=None, together=lambda what, do, merge=lambda values: None: merge([do()])
+        group=None, device=None, merge_on_rank_0=lambda what, do, merge=lambda values: None: merge([do()])
     )
     doctor_ring._check_transport_opens(ranks, ring, "local", [])
     assert warmed == [doctor_ring.warm_up_edges(ring, level) for level in (0, 1)]

@@ -39,8 +39,8 @@ ONE_LIBRARY_HINT = (
     "preload the right library with LD_PRELOAD"
 )
 ProcessFacts = dict[str, Any]
-"""Facts about one process as JSON: ``check_versions`` by name, ``check_libraries`` (path and version of every loaded libnccl),
-``no_nccl`` (the reason why CuPy cannot use NCCL, or "") and ``check_settings`` (every ``NCCL_*``)."""
+"""Facts about one process as JSON: ``versions`` by name, ``libraries`` (path and version of every loaded libnccl),
+``no_nccl`` (the reason why CuPy cannot use NCCL, or "") and ``settings`` (every ``NCCL_*``)."""
 
 
 def collect_facts() -> ProcessFacts:

@@ -46,7 +46,8 @@ def render_template(template: str, config: ExportConfig, kernels: Sequence[Expor
     )  # fmt: skip
     environment.filters["as_c"] = to_c_expression
     return environment.from_string(files(__package__).joinpath(template).read_text()).render(
-        config=config, kernels=kernels, licence=LICENCE, field=struct_field, senseless=refusal_conditions, fixed=FIXED, bytes=BYTES,
+        config=config, kernels=kernels, licence=LICENCE, field=struct_field, senseless=refusal_conditions, fixed=FIXED,
+        bytes=BYTES,
         data_types=DATA_TYPES, swizzles=SWIZZLES,
     )  # fmt: skip
 

@@ -79,7 +79,8 @@ def main(
     kernels = []
     try:
         config = ExportConfig(
-            gpu_for_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT_DTYPE_NAMES[dtype], head_dim, value_dim or head_dim, causal,
+            gpu_for_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT_DTYPE_NAMES[dtype], head_dim,
+            value_dim or head_dim, causal,
             grouped, role, forward_kernel, backward, gpu, config_dir,
         )  # fmt: skip
         if is_printing_rank():

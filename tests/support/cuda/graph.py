@@ -31,8 +31,8 @@ class Wait:
 _RING = "buffers key_values dkv loop backends fused prepare ops attention ring wire"
 RING = tuple(f"{module}." for module in _RING.split())
 PASSED = (
-    "lanes.", "local._LocalFence.", "buffers.RingCall.post", "buffers.RingCall.mark", "buffers.Arrival.wait",
-    "buffers.RingBuffer.computed",
+    "copy_streams.", "local._LocalFence.", "buffers.RingCall.post", "buffers.RingCall.mark", "buffers.Arrival.wait",
+    "buffers.RingBuffer.mark_computed",
 )  # fmt: skip
 """Functions that only forward what their callers ask for."""
 

@@ -16,13 +16,13 @@ MESSAGE = "every message waits, even if a later message orders the same ranks"
 CACHES = "the same stream waits for a value that was cached later"
 
 COMMON = {
-    "RingCall.settle waits for post of KeyValues.advance": (
+    "RingCall.wait_all waits for post of KeyValues.post_kv": (
         SOMETIMES,
         "needed after a forward, when the caller may overwrite k and v; redundant before a backward",
     ),
-    "RingCall.settle waits for post of DkvAccumulators.post": (ALWAYS, SUMS),
-    "RingCall.settle waits for post of DkvAccumulators.send_return": (ALWAYS, SUMS),
-    "KeyValues.arrived waits for post of KeyValues.advance": (
+    "RingCall.wait_all waits for post of DkvAccumulators.post": (ALWAYS, SUMS),
+    "RingCall.wait_all waits for post of DkvAccumulators.send_return": (ALWAYS, SUMS),
+    "KeyValues.wait_chunk waits for post of KeyValues.post_kv": (
         SOMETIMES,
         "redundant after a wait for sums that were posted after these K/V, or for K/V of a second kernel",
     ),
@@ -30,30 +30,30 @@ COMMON = {
         ALWAYS,
         "protects the slot's last send, but the rank has already waited for K/V or dK/dV that were posted later",
     ),
-    "_settle of RingBuffer.__init__ waits for the device": (
+    "_synchronize_zeros of RingBuffer.__init__ waits for the device": (
         SOMETIMES,
         "protects the zeros of a new arena; needed once per ring, if a rank receives before its first mark",
     ),
-    "post of KeyValues.advance waits for mark of KeyValues._held": (
+    "post of KeyValues.post_kv waits for mark of KeyValues._outgoing": (
         SOMETIMES,
         "redundant for later chunks and for slots that have been free for longer; needed for the first",
     ),
-    "post of KeyValues.advance waits for mark of forward": (
+    "post of KeyValues.post_kv waits for mark of forward": (
         SOMETIMES,
         "protects the slot of the last call's compute; redundant if the first post waits for the newer k and v",
     ),
-    "post of KeyValues.advance waits for mark of query_gradient": (
+    "post of KeyValues.post_kv waits for mark of compute_dq": (
         SOMETIMES,
         "protects the slot of the compute; redundant if the sums of the same hop were posted after the compute",
     ),
-    "post of KeyValues.advance waits for post of KeyValues.advance": (
+    "post of KeyValues.post_kv waits for post of KeyValues.post_kv": (
         SOMETIMES,
         "between levels: the only wait of a shard that is passed on before this rank computes with it",
     ),
 }
 
-OWN = "post of KeyValues.advance waits for mark of KeyValues._held"  # every chunk has its own slot
-PUT_BY = ("KeyValues.advance", "DkvAccumulators.post")
+OWN = "post of KeyValues.post_kv waits for mark of KeyValues._outgoing"  # every chunk has its own slot
+PUT_BY = ("KeyValues.post_kv", "DkvAccumulators.post")
 ROOM_BY = (*PUT_BY, "DkvAccumulators.send_return")
 ONE_SIDED = {
     **{wait: why for wait, why in COMMON.items() if wait != OWN},
@@ -63,28 +63,28 @@ ONE_SIDED = {
 }
 
 CACHED = {
-    f"_admit of {place} waits for __init__ of {place}": (SOMETIMES, CACHES)
-    for place in ("prepare", "RingCall.mask_args", "TritonBackward.dkdv")
+    f"_add_reader of {place} waits for __init__ of {place}": (SOMETIMES, CACHES)
+    for place in ("prepare_call", "RingCall.mask_args", "TritonBackward.dkdv")
 }
 UNSHARD = "orders an unshard, whose slots are waited for"
-NCCL = COMMON | CACHED | {"_admit waits for __init__": (ALWAYS, UNSHARD)}
+NCCL = COMMON | CACHED | {"_add_reader waits for __init__": (ALWAYS, UNSHARD)}
 
 LOCAL = COMMON | CACHED | {
-    "RingCall.settle waits for post of KeyValues.advance": (ALWAYS, SETTLED),
-    "RingCall.settle waits for _receive of KeyValues.advance": (SOMETIMES, SETTLED),
-    "RingCall.settle waits for _receive of DkvAccumulators.post": (ALWAYS, SETTLED),
-    "RingCall.settle waits for _receive of DkvAccumulators.send_return": (ALWAYS, SETTLED),
-    "KeyValues.arrived waits for _receive of KeyValues.advance": (SOMETIMES, BOTH),
+    "RingCall.wait_all waits for post of KeyValues.post_kv": (ALWAYS, SETTLED),
+    "RingCall.wait_all waits for _receive of KeyValues.post_kv": (SOMETIMES, SETTLED),
+    "RingCall.wait_all waits for _receive of DkvAccumulators.post": (ALWAYS, SETTLED),
+    "RingCall.wait_all waits for _receive of DkvAccumulators.send_return": (ALWAYS, SETTLED),
+    "KeyValues.wait_chunk waits for _receive of KeyValues.post_kv": (SOMETIMES, BOTH),
     "DkvAccumulators.out waits for post of DkvAccumulators.post": (ALWAYS, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.send_return": (SOMETIMES, BOTH),
     "DkvAccumulators.out waits for _receive of DkvAccumulators.post": (ALWAYS, BOTH),
     "post of DkvAccumulators.post waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "post of DkvAccumulators.send_return waits for _receive of DkvAccumulators.send_return": (ALWAYS, BOTH),
-    "post of KeyValues.advance waits for _receive of KeyValues.advance": (SOMETIMES, BOTH),
+    "post of KeyValues.post_kv waits for _receive of KeyValues.post_kv": (SOMETIMES, BOTH),
     "_receive of DkvAccumulators.post waits for post of DkvAccumulators.post": (SOMETIMES, FINAL),
-    "_receive of KeyValues.advance waits for post of KeyValues.advance": (SOMETIMES, FINAL),
-    "_admit waits for __init__": (SOMETIMES, UNSHARD + " in the second call"),
+    "_receive of KeyValues.post_kv waits for post of KeyValues.post_kv": (SOMETIMES, FINAL),
+    "_add_reader waits for __init__": (SOMETIMES, UNSHARD + " in the second call"),
     "_receive waits for post": (SOMETIMES, BOTH),
     "exchange_all waits for _receive": (SOMETIMES, BOTH),
     "exchange_all of ring_attention waits for _receive of ring_attention": (SOMETIMES, BOTH),

@@ -209,7 +209,7 @@ class _Session:
             lambda group, deadline: Ring(group, transport=case.transport, deadline=deadline),
         )
         self._caches: list[Any] = []
-        for module, name in ((plan_module, "_shared_plan"), (rows_module, "_cached_rows"), (prepare, "shared")):
+        for module, name in ((plan_module, "_shared_plan"), (rows_module, "_cached_rows"), (prepare, "ulysses_layout")):
             monkeypatch.setattr(module, name, self.of_process(getattr(module, name)))
         # One layout per process, because layouts cache device tensors.
         self.layouts = [{call.layout: fresh(call.layout) for call in case.calls} for _ in self._processes]
@@ -442,6 +442,6 @@ class _Spans:
         with self._recorder.labelled(f"call {self._call()}, {phase} hop {hop.index} {kind}"):
             yield
 
-    def watching(self, call: buffers.RingCall) -> buffers.RingCall:
+    def wrap_call(self, call: buffers.RingCall) -> buffers.RingCall:
         """Return the call with this trace's spans; the recorder itself sees transfers and waits."""
         return replace(call, record_span=partial(self.span, call.phase))
