@@ -67,7 +67,10 @@ class Pool:
                 on_result(futures[future], result)
 
     def _result(self, job: Any, left: Callable[[], float]) -> Any:
-        """Run a job in this thread's worker process; return None if the time in ``left`` ends first."""
+        """Run a job in this thread's worker process and return its result.
+
+        Returns a `JobFailure` if the worker died or the job exceeded its own limit, and None if ``left()`` ended first.
+        """
         seconds = min(left(), self._seconds)
         if seconds <= 0 or self._closed:
             return None

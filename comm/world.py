@@ -221,7 +221,7 @@ class LocalMesh:
     ulysses: LocalGroup
 
     def close(self) -> None:
-        """Close everything cached for both groups."""
+        """Close the rings and transports cached for the ring group and the Ulysses group."""
         for group in (self.ring, self.ulysses):
             close_group_cache(group.cache)
 

@@ -133,7 +133,10 @@ class DkvAccumulators(RingBuffer):
         return self._totals[heads.number]
 
     def finish_own(self, heads: Heads, dkdv: Tensors) -> None:
-        """Add the dK/dV that return last, after the own shard's kernels have started, and write the gradients."""
+        """Finish the own shard: add the dK/dV that other nodes return, and copy the totals into ``dkdv``.
+
+        In a flat ring that sends all keys the kernels have written ``dkdv``, and only the slot is marked.
+        """
         if self._is_plain:
             self.mark_computed(self._own.dkv_slot, heads)
             return

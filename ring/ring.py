@@ -363,7 +363,10 @@ class Ring:
         forward_number: int | None = None,
         always: bool = False,
     ) -> int:
-        """Compare the fields of a call with all other ranks; return its number. See `Watch.agree_on_call`."""
+        """Compare a call with all other ranks and return its number; a forward also compares settings and versions.
+
+        ``forward_number`` is given for a backward. ``always`` waits for the other ranks even if the call was expected.
+        """
         common = {"device": device.type, **self.settings, **VERSIONS} if forward_number is None else {}
         return self._get_watch(device).agree_on_call(
             {**fields, **common}, values, forward_number=forward_number, is_forced=always

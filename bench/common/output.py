@@ -22,7 +22,7 @@ def is_printing_rank() -> bool:
 
 
 def check_writable(*targets: str | Path | None) -> None:
-    """Raise typer.BadParameter if a file cannot be written, before minutes of work instead of after."""
+    """Raise typer.BadParameter if a target has no folder, or is a folder, a link, a special file or ``-``."""
     for target in targets:
         path, reason = Path(str(target)), ""
         if target is None:

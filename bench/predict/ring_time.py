@@ -188,7 +188,7 @@ def _transfer(rank: int, op: Op, message: Callable[[int, int, int], Seconds]) ->
 
 
 def message_cost(call: PredictedCall, links: ClusterLinks, factor: Any = 1.0) -> Callable[[int, int, int], Seconds]:
-    """Return a function for the seconds of a message, whose recorded bytes are multiplied by ``factor``."""
+    """Return ``f(rank_a, rank_b, nbytes)``: the seconds of ``nbytes * factor`` inside a node or between nodes."""
     inside, between = links.inside, links.far(call.concurrent_senders)
 
     @lru_cache(None)

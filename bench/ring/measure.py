@@ -154,7 +154,7 @@ def check_candidates(
     rank: int,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, CandidateCheck]:
-    """Run each candidate once; return its errors against float64 and its peak memory."""
+    """Run each candidate once, on all ranks together; return its shards, peak memory and errors (rank 0 only)."""
     tensors, checks = problem.tensors(), dict[str, CandidateCheck]()
     heads = judged_heads(problem.batch, problem.heads, problem.kv_heads, problem.seqlen, problem.seqlen)
     judge = (
@@ -186,7 +186,10 @@ def check_candidates(
 def candidate_row(
     problem: AttentionConfig, candidate: Candidate, check: CandidateCheck, times: Samples, ideal: float | None
 ) -> Row:
-    """Build a candidate's row; times of the extra run are left out if they exceed the median."""
+    """Run the candidate once more for its exposed and compute times, and return its row; all ranks call it.
+
+    A time above the median of the timed runs is left out.
+    """
     seconds, kind = times.median, candidate.kind
     parts = split_step_time(candidate, check.shards)
     exposed, compute = (None if part is None or part > seconds else part for part in parts)
@@ -226,7 +229,10 @@ def gather_results(
 
 
 def split_step_time(candidate: Candidate, shards: Tensors) -> tuple[float | None, float | None]:
-    """Run once more; return seconds in the network and of compute on the slowest rank, None if not known."""
+    """Run once more on all ranks; return the seconds of waiting for transfers and of compute.
+
+    Each is the largest over the ranks, or None if it is not known.
+    """
     team = RankTeam()
     if candidate.ring is not None:
         team.wait_until_ready()

@@ -97,7 +97,7 @@ def gpu_parts() -> list[SuitePart]:
 
 
 def _between_gpus(gpus: int) -> list[SuitePart]:
-    """Return parts for several GPUs, one per rank."""
+    """Return the parts for ``gpus`` ranks: links, overlap, rings, and meshes from ``EXCHANGE_RANKS`` GPUs on."""
     world = ("--world", str(gpus))
     return [
         bench_part("links", "every transport over every edge", 60, "links", *world, "-b", "1M", "-e", "256M", "-f",

@@ -121,7 +121,7 @@ class CudaCopyStream:
         return StreamFence(torch.cuda.current_stream(self._device), self._device, self._waited_points)
 
     def wait_for_fences(self, fences: Sequence[Fence]) -> None:
-        """Order later transfers after every fence. The compute stream does not wait."""
+        """Order later transfers after every fence: on the copy stream if possible, else by blocking this thread."""
         for fence in fences:
             if isinstance(fence, StreamOrderedFence):
                 fence.order(self.stream)

@@ -246,7 +246,10 @@ class Preflight:
     def _wait_for_ranks(
         self, number: int, fields: Fields, chain: str, stop: Callable[[], str | None]
     ) -> Verdict | None:
-        """Wait until all ranks have arrived at this call. If a rank is at a different call, compare all statements."""
+        """Announce that this rank has arrived at the call, and wait for the others.
+
+        Returns None if all ranks arrived at the same call, else a verdict from what they say of their calls.
+        """
         control = self._control
         here = f"arrived{number}/{chain}"
         verdict = None

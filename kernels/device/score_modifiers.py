@@ -111,7 +111,10 @@ def score_scale_log2(modifiers, softmax_scale):
 
 @triton.jit
 def modify_scores(qk, modifiers, place, positions, softmax_scale):
-    """Return ``cap * tanh(scale * qk / cap) - slope * |p_q - p_k|`` and the tanh, which the backward needs."""
+    """Return ``cap * tanh(scale * qk / cap) - slope * |p_q - p_k|`` and the tanh, which the backward needs.
+
+    Without a softcap the tanh is ``qk``, and the scale is applied here only if there are per-row modifiers.
+    """
     tanh = qk
     if modifiers.softcap is not None:
         tanh = tanh_with_series(qk * (softmax_scale / modifiers.softcap))

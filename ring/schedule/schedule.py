@@ -187,7 +187,7 @@ class Schedule:
         return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
 
     def node_sees(self, shard: int, outer: int) -> bool:
-        """Return True if any rank of the node that ``shard`` visits in outer step ``outer`` computes with it."""
+        """Return True if some rank computes with ``shard`` during outer step ``outer``, while one node holds it."""
         return any(self.active[shard][outer * self.inner : (outer + 1) * self.inner])
 
     def hops(self, rank: int) -> tuple[Hop, ...]:

@@ -112,7 +112,11 @@ def warm_up_edges(ring: Topology, level: int | None) -> list[tuple[int, int]]:
 
 
 def _edge_speeds(ranks: DoctorRanks, ring: Topology, opened_transports: Sequence[Transport], nbytes: int) -> str:
-    """Time every edge in one direction, and return the GB/s; rank 0 collects and compares them."""
+    """Time every edge in one direction and return a line of GB/s per edge.
+
+    Raises:
+        CheckFailedError: Bytes are wrong, or an edge is below ``FRACTION`` of its expected speed.
+    """
     rates: dict[EdgeInfo, float] = {}
     for turn in timing_rounds(ring):
         own_edge = next((edge for edge in turn if ranks.rank in edge[:2]), None)
