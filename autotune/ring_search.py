@@ -144,7 +144,7 @@ def search_ring(
         part = f"measuring {point.length} tokens"
         step(part, planned_runs(len(candidates) - 1))
         found = search(candidates, DEFAULT, check, run, left, on_run=lambda: step(part, None))
-        entry = None if found.best is None else entry_of(point, found, rings[found.best].transport)
+        entry = None if found.best is None else ring_table_entry(point, found, rings[found.best].transport)
         path = save_ring(folder, gpu, entry) if entry is not None and place.rank == 0 else None
     return ring_search_result(point, found, entry, path)
 
@@ -163,7 +163,7 @@ def ring_candidate(problem: AttentionConfig, ring: Ring, device: torch.device) -
     return our_ring(problem.layout, CandidateSetting(problem, (problem.layout,), device, lambda _: ring))
 
 
-def entry_of(point: RingPoint, search_result: SearchResult[RingSetting], transport: str) -> RingEntry:
+def ring_table_entry(point: RingPoint, search_result: SearchResult[RingSetting], transport: str) -> RingEntry:
     """Return the table entry of the best setting, with the transport that it used and medians in seconds."""
     assert search_result.best is not None
     runs = samples(search_result.readings[search_result.best])

@@ -4,7 +4,7 @@ from .control import Control
 from .groups import Group, GroupLike, group_rank_size, resolve_group, resolve_mesh
 from .limits import Limits
 from .registry import TransportFactory, register_transport, transport_names, unregister_transport
-from .slots import Slots, Windows, slot_nbytes, windows_of
+from .slots import Slots, Windows, slot_nbytes, slot_windows
 from .topology.topology import Topology
 from .transport import DONE, Edge, Fence, Message, Placed, Transport, TransportBase, TransportError, check_messages
 from .transports.local import LocalTransport
@@ -48,7 +48,7 @@ __all__ = [
     "resolve_mesh",
     "single_rank",
     "slot_nbytes",
+    "slot_windows",
     "transport_names",
     "unregister_transport",
-    "windows_of",
 ]

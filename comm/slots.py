@@ -60,7 +60,7 @@ class Windows:
             transport.release(memory)
 
 
-def windows_of(transports: Sequence[Transport]) -> Windows | None:
+def slot_windows(transports: Sequence[Transport]) -> Windows | None:
     """Return the windows for slots of these transports, or None if ordinary device memory is enough."""
     return Windows(transports) if all(hasattr(transport, "zeros") for transport in transports) else None
 

@@ -32,7 +32,7 @@ from ..comm import (
     open_transport,
     open_transports,
     resolve_group,
-    windows_of,
+    slot_windows,
 )
 from ..comm.control import Control
 from ..comm.cuda_threads import CPU_DEVICE, run_with_timeout
@@ -261,7 +261,7 @@ class Ring:
                     transport.warm_up(edges)
                 self._warm = [*self._warm[1 - PLAN_CACHE_SIZE :], plan]
             wire = resolve_wire(self.wire_dtype, k.dtype)
-            windows = windows_of(transports)
+            windows = slot_windows(transports)
             own = wire is not None or windows is not None  # one more slot, which the rank's own K/V leave from
             self._kv = self._slots(self._kv, (plan.kv_slots + own) * self.chunks, q.device, windows)
             self._dkv = self._slots(self._dkv, plan.dkv_slots * self.chunks, q.device, windows)

@@ -1,4 +1,4 @@
-"""Which rank prints, and how JSON, CSV and other files are written."""
+"""Choice of the rank that prints, and writing of JSON, CSV and other files."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ UNITS = {
 """Columns and units. A row is one pass of one contender on one shape. Spread: half the interquartile range / median."""
 
 
-def labels_of(config: AttentionConfig) -> dict[str, Any]:
+def config_labels(config: AttentionConfig) -> dict[str, Any]:
     """Return the columns that describe a row's problem."""
     dims = {} if config.value_dim == config.head_dim else {"head_dim_v": config.value_dim}
     return {
@@ -70,7 +70,7 @@ def measure_kernels(
     If our kernels are missing or have an error above the limit, the measurement has failed. Problems of other
     contenders are notes in their rows.
     """
-    result, labels = Result("bench kernels", UNITS), labels_of(config)
+    result, labels = Result("bench kernels", UNITS), config_labels(config)
     steps, errors = dict[str, Step](), dict[str, dict[str, float]]()
     side = PRODUCT_SIDE[clock.device.type]
     with clock.capture_stream():
@@ -138,7 +138,7 @@ def _prepare_or_skip_graph(clock: StepTimer, step: Step) -> Step:
 def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -> dict[str, Any]:
     """Build the row of one pass, or of one kernel of a backward, which has only a time."""
     what, _, who = name.partition(":")
-    row = {**labels_of(config), "pass": what, "by": who, "time": samples.median * 1e3, "spread": samples.spread}
+    row = {**config_labels(config), "pass": what, "by": who, "time": samples.median * 1e3, "spread": samples.spread}
     if what in PASSES:
         per_second = (BACKWARD_FLOPS if what == BACKWARD else 1.0) / samples.median / 1e12
         row["rate"] = per_second * config.flops
@@ -285,7 +285,7 @@ def _shape(
     wanted = {name for target in TARGETS for name in target.by}
     names = (*(variant.name for variant in VARIANTS if variant.name in wanted), FLASH, CUDNN)
     result = measure_kernels(config, clock, seconds=seconds, prefixes=names)
-    labels = labels_of(config)
+    labels = config_labels(config)
     for row in result.rows:
         row_labels = {**labels, "by": row["by"]}
         if not row["pass"]:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from ringattn import Ring
 from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_search, ring_settings
 from ringattn.autotune.cli_tune import app
-from ringattn.autotune.ring_search import entry_of, ring_problems, ring_search_result
+from ringattn.autotune.ring_search import ring_problems, ring_search_result, ring_table_entry
 from ringattn.autotune.ring_table import DEFAULT, candidate_settings, read_ring_table, save_ring
 from ringattn.autotune.search import SearchResult, TimedRun
 from ringattn.autotune.tile_space import ModelShape
@@ -153,7 +153,7 @@ def test_report_of_a_search() -> None:
         CHUNKED: [TimedRun(1e-3, ("power cap",), {"sm_mhz": 1300.0})] * 5,
     }
     measured = SearchResult(CHUNKED, readings, {RingSetting("nccl_one_sided"): "no such link"}, False)
-    entry = entry_of(POINT, measured, "nccl")
+    entry = ring_table_entry(POINT, measured, "nccl")
     assert (entry.setting, entry.seconds, entry.baseline) == (CHUNKED, 1e-3, 4e-3)
     assert entry.about["clocks"] == {"sm_mhz": 1300.0, "throttled": "power cap"}
     report = ring_search_result(POINT, measured, entry, Path("x.json"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, Message, NcclOneSidedTransport, Placed, Slots, TransportError, windows_of
+from ringattn.comm import LocalGroup, Message, NcclOneSidedTransport, Placed, Slots, TransportError, slot_windows
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports import nccl_one_sided
 from ringattn.comm.transports.nccl_one_sided import OneSidedCommunicator, one_sided_missing
@@ -59,7 +59,7 @@ def test_slots_in_windows_are_written_in_place(windows: Windows, device: Device)
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
         onward, back = ring_neighbours(transport)
-        slots = Slots(2, CPU, windows_of([transport]))
+        slots = Slots(2, CPU, slot_windows([transport]))
         for nbytes in (200, 5000):
             slots.reserve(nbytes)
             here, there = (slots.tensors(slot, spec)[0] for slot in (0, 1))
@@ -118,7 +118,7 @@ def test_a_window_that_cannot_be_created_is_an_error_on_every_rank(call: str, wi
         transport = opened(group)
         transport.gather(None)
         windows.fails, windows.symmetric = {call: 1}, not call.startswith("no")
-        slots = Slots(1, CPU, windows_of([transport]))
+        slots = Slots(1, CPU, slot_windows([transport]))
         refused(group, lambda _: slots.reserve(1000))
         transport.gather(None)
         refused(group, opened)
