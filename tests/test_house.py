@@ -239,14 +239,12 @@ def unclear_docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def repeated_names(trees: dict[str, ast.Module]) -> set[str]:
-    """Return the public functions and classes that more than one module defines."""
-    names = [
-        node.name
+    """Return the public functions and classes that more than one module defines; overloads count once."""
+    defined = [
+        {node.name for node in tree.body if isinstance(node, Definition) and not node.name.startswith("_")} - {"main"}
         for tree in trees.values()
-        for node in tree.body
-        if isinstance(node, Definition) and not node.name.startswith("_") and node.name != "main"
     ]
-    return {name for name in names if names.count(name) > 1}
+    return {name for names in defined for name in names if sum(name in other for other in defined) > 1}
 
 
 def test_docstrings_say_what_the_code_does() -> None:

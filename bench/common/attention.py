@@ -49,7 +49,7 @@ class AttentionConfig:
 
     @property
     def title(self) -> str:
-        """One line such as ``causal, zigzag, 8k tokens over 4 ranks, B1 H8/8 D64 float32``."""
+        """Description such as ``causal, zigzag, 8k tokens over 4 ranks, B1 H8/8 D64 float32``."""
         ranks = count_noun(self.world, "rank")
         shape = f"B{self.batch} H{self.heads}/{self.kv_heads} D{self.head_dim} {self.dtype}"
         return f"{mask_label(self.mask)}, {self.layout}, {size_text(self.seqlen)} tokens over {ranks}, {shape}"
