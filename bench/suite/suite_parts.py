@@ -100,12 +100,10 @@ def _between_gpus(gpus: int) -> list[SuitePart]:
     """Return the parts for ``gpus`` ranks: links, overlap, rings, and meshes from ``EXCHANGE_RANKS`` GPUs on."""
     world = ("--world", str(gpus))
     return [
-        bench_part("links", "every transport over every edge", 60, "links", *world, "-b", "1M", "-e", "256M", "-f",
-                   "16",
-              "--channels", "auto,8"),
-        bench_part("overlap", "a ring that prefetches and one that blocks", 40, "overlap", *world, "--tokens", "8k",
-                   *SHAPE,
-              "--slots", "3", "--prefetch", "0,2"),
+        bench_part("links", "every transport over every edge", 60,
+                   "links", *world, "-b", "1M", "-e", "256M", "-f", "16", "--channels", "auto,8"),
+        bench_part("overlap", "a ring that prefetches and one that blocks", 40,
+                   "overlap", *world, "--tokens", "8k", *SHAPE, "--slots", "3", "--prefetch", "0,2"),
         *(_rings(*world) if gpus < EXCHANGE_RANKS else _rings_and_meshes(*world)),
     ]  # fmt: skip
 
