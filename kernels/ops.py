@@ -139,13 +139,13 @@ def op_namespace(package: str) -> str:
 
 NAMESPACE = op_namespace(__package__)
 
-SLOPES_GRADIENT_ERROR = "alibi_slopes requires a gradient, which is not computed: pass alibi_slopes.detach()"
+SLOPES_GRADIENT_ERROR = "alibi_slopes requires a gradient, which is not computed. Pass alibi_slopes.detach()."
 
 
 def _define_op(
     name: str, tensors: str, returns: str, body: Any, fake: Any = None, mutates: tuple[str, ...] = ()
 ) -> Any:
-    """Define and return a ``torch.library`` op with the schema ``(tensors) -> returns``.
+    """Define and return a ``torch.library`` op with the schema ``(tensors) -> returns``, which runs ``body``.
 
     ``fake`` is the implementation on fake tensors; None for an op that returns nothing.
     """
