@@ -86,6 +86,7 @@ def pack_call(args: AttentionArgs, ring: Ring | None, group: Any) -> list[Any]:
 
 
 def _group_names(group: Any) -> tuple[int, str]:
+    """Return ``(handle of a LocalWorld group or 0, name of a process group or "")``."""
     if group is None or isinstance(group, LocalGroup):
         return 0 if group is None else group.handle, ""
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()  # 1-D DeviceMesh
@@ -106,13 +107,17 @@ def unpack_call(packed: Sequence[Any], device: torch.device) -> Call:
 
 
 def _find_live(what: str, number: int) -> Any:
+    """Return the object with handle ``number``, or None for 0; ``what`` names it in the message."""
     found: Any = resolve_handle(number)
     if number and found is None:
-        raise RuntimeError(f"the {what} of a compiled call was deleted: keep it until the backward is done")
+        raise RuntimeError(
+            f"the {what} of a compiled call was deleted. Keep a reference to it until the backward is done."
+        )
     return found
 
 
 def _find_group(member: int, name: str) -> Any:
+    """Return the group that :func:`_group_names` named."""
     c10d: Any = dist.distributed_c10d  # the same lookup as for functional collectives
     return c10d._resolve_process_group(name) if name else _find_live("group", member)
 
@@ -351,7 +356,10 @@ _LIBRARY = _library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _define_op(name: str, function: Any, tensors: str, returns: str, fake: Any) -> Any:
-    """Define an op without ``custom_op``, whose checks take more host time than everything else outside the hops."""
+    """Define and return the op ``(tensors, SCHEMA) -> returns``; ``fake`` implements it on fake tensors.
+
+    This does not use ``custom_op``, whose checks take more host time than everything else outside the hops.
+    """
     # The op waits on the host and exchanges data with other ranks, which a CUDA graph cannot replay.
     tags = [tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None]
     _LIBRARY.define(f"{name}({tensors}, {SCHEMA}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag, *tags))
