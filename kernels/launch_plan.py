@@ -78,6 +78,7 @@ def _resolve_default_tile(
     kernel: str, q: Tensor, v: Tensor, full: bool, config_dir: str | os.PathLike[str] | None = None,
     estimated: bool = False,
 ) -> Tile:  # fmt: skip
+    """Return the tuned tile of ``kernel``, or the built-in tile if no table has one."""
     gpu = gpu_specs(q.device)
     tuned_tile = (
         None
@@ -121,6 +122,7 @@ def resolve_config(config: KernelConfig | None, tile: Tile, q: Tensor, k: Tensor
 
 @lru_cache(maxsize=256)
 def _tuned_config(tile: TunedTile, group: int, device: torch.device) -> KernelConfig:
+    """Return the options of a tuned tile that suit ``group`` query heads per key head and the GPU."""
     options: dict[str, Any] = tuned_options(tile)
     if group % options.get("dkdv_splits", 1):
         del options["dkdv_splits"]

@@ -162,10 +162,12 @@ def _define_op(
 
 
 def _out_like(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty ``out [B, Sq, H, Dv]``."""
     return q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
 
 
 def _rows_like(q: Tensor) -> Tensor:
+    """Return an empty ``lse`` or ``delta``, fp32 ``[B, H, Sq]``."""
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
 
@@ -178,14 +180,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, final: bool, *call: Any) -> tuple[
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any) -> None:
+    """Add one shard of keys to the state ``(out, lse)``, in place."""
     host.attention_forward(q, k, v, state=(out, lse), final=False, **unpack_kernel_args(q.device, *call))
 
 
 def _finish(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any) -> Tensor:
-    state = (
-        out if out.dtype != q.dtype else out.clone(),
-        lse,
-    )  # with fp32 queries the kernel would update out in place
+    """Add the last shard of keys to the state; update ``lse`` in place, and return ``out`` in q's dtype."""
+    # with fp32 queries the kernel would update out in place
+    state = (out if out.dtype != q.dtype else out.clone(), lse)
     return host.attention_forward(q, k, v, state=state, **unpack_kernel_args(q.device, *call))[0]
 
 

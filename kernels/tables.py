@@ -276,7 +276,7 @@ Key = tuple[str, torch.dtype, int, int, int, bool]  # kernel, dtype, D, Dv, quer
 Lengths = tuple[tuple[float, ...], tuple[Tile | None, ...]]  # lengths at which the next tile begins, and the tiles
 
 BACKWARD_CHOICE = "backward"
-"""Kernel name in the key of the single pass's tile; the tile is None if two passes were measured as faster."""
+"""Kernel name of the keys for the choice of a backward: the single pass's tile, or None if two passes are faster."""
 
 TWO_PASSES, DETERMINISTIC_PASS = ("dq", "dkdv"), "single_pass_deterministic"
 
