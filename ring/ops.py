@@ -180,6 +180,7 @@ def _without_base(x: Tensor) -> Tensor:
 
 
 def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Check and prepare a call from the arguments of a graph, and run its forward and exchanges."""
     call = unpack_call(args, q.device)
     with call.ranks._call_guard(q.device), torch.no_grad():
         check_tensors(q, k, v, call.args)
@@ -241,9 +242,9 @@ def run_backward(
 def _gradients_in_graph(
     dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prepare the call again and run the backward.
+    """Prepare the call of a graph again, and run its backward and exchanges.
 
-    A graph over a mesh saves shards, so that q, k, v and the results must be exchanged first.
+    A graph over a mesh saves this rank's shards, so q, k, v and the results must be exchanged again first.
     """
     call, (seed, call_number, exchange_number) = unpack_call(args, q.device), numbers.tolist()
     call.args = call.args._replace(dropout_seed=seed % SEED_RANGE if call.args.dropout_p else None)

@@ -415,7 +415,7 @@ class Ring:
 
     def _get_watch(self, device: torch.device) -> Watch:
         if self._closed:
-            raise ValueError("ring is closed: create a new Ring")
+            raise ValueError("ring is closed. Create a new Ring.")
         self._check_process()
         if self._watch is None:
             self._device = device
@@ -429,7 +429,7 @@ class Ring:
                 gauges=GpuReader(device) if device.type == "cuda" else None,
             )
         if self._device != device:
-            raise ValueError(f"q is on {device}, but this ring works on {self._device}: use one Ring per device")
+            raise ValueError(f"q is on {device}, but this ring works on {self._device}. Use one Ring per device.")
         return self._watch
 
     def _get_control(self) -> Control:

@@ -223,6 +223,7 @@ def row_blocks(visible: KeyLimits, group: int, kv_heads: int) -> list[RowBlock]:
 
 
 def _block_rows(group: int) -> int:
+    """Return the query rows per block, for ``group`` query heads per key/value head."""
     return min(max(FOLDED_ROWS // group, MIN_BLOCK_ROWS), MAX_BLOCK_ROWS)
 
 

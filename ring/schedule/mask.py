@@ -359,6 +359,7 @@ def visible_pairs(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tens
 
 
 def _pairs(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> int:
+    """Count the visible pairs of one part of a mask, for one batch row."""
     lo, hi = _indices(mask, q_positions, k_positions)
     seen = lo < hi
     lo, hi, queries = lo[seen], hi[seen], q_positions[seen]
