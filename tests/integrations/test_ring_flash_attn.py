@@ -128,7 +128,7 @@ def in_process(rank: int) -> list[Tensor]:
 
 
 @pytest.mark.nightly
-def test_the_default_group() -> None:
+def test_attention_over_the_default_group() -> None:
     name, family = "zigzag_ring_flash_attn_varlen_qkvpacked_func", "zigzag_ring_varlen"
     check(name, family, 2, group_results(2, in_process), causal=True)
 

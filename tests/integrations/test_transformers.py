@@ -54,7 +54,7 @@ def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None,
     ("layout", "packed"),
     rest_nightly(product(("zigzag", "striped", "uneven"), (False, True)), ("zigzag", False), ("uneven", True)),
 )
-def test_model(name: str, layout: str, packed: bool) -> None:
+def test_models_equal_eager_attention(name: str, layout: str, packed: bool) -> None:
     cu_seqlens = DOCUMENTS if packed else None
     check_against_eager(name, on_ranks(name, LAYOUTS[layout](TOKENS, WORLD), cu_seqlens), cu_seqlens or [0, TOKENS])
 
@@ -350,7 +350,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refused(name: str) -> None:
+def test_unsupported_calls_are_refused(name: str) -> None:
     error, text, call = REFUSALS[name]
     with pytest.raises(error, match=text):
         call()

@@ -127,7 +127,7 @@ def test_ulysses_without_a_ring(options: dict[str, Any], kv_heads: int, ud: int)
 @pytest.mark.parametrize(
     ("kind", "rd", "ud"), rest_nightly([("basic", 1, 2), ("basic", 2, 2), ("zigzag", 2, 1)], ("basic", 2, 2))
 )
-def test_in_a_graph(kind: str, rd: int, ud: int) -> None:
+def test_attention_in_a_compiled_graph(kind: str, rd: int, ud: int) -> None:
     """Compile the layouts that have a name. Zigzag and strip with several Ulysses ranks are built from tensors."""
 
     def make(mesh: Any) -> Any:
@@ -202,7 +202,9 @@ def in_process(rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("low", "right"), [(True, [[0, 1], [2, 3], [4, 5]]), (False, [[0, 3], [1, 4], [2, 5]])])
-def test_the_mesh_has_ring_or_ulysses_low(low: bool, right: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_ulysses_low_decides_the_inner_dimension_of_the_mesh(
+    low: bool, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Expect ring places as rows and Ulysses places as columns. Ranks 6 to 11 share another sequence."""
     mesh = Mock(return_value={("ring", "ulysses"): None})
     monkeypatch.setattr(ours, "DeviceMesh", mesh)
@@ -214,7 +216,7 @@ def test_the_mesh_has_ring_or_ulysses_low(low: bool, right: list[list[int]], mon
 
 
 @pytest.mark.nightly
-def test_processes() -> None:
+def test_attention_over_processes() -> None:
     for ranks in zip(*group_results(4, in_process), strict=True):
         parts = [part for _, part in sorted(ranks, key=lambda one: one[0])]
         check("zigzag", cut(2), 2, 2, parts, causal=True)
