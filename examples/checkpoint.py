@@ -96,7 +96,7 @@ def read_metadata(path: Path) -> Metadata:
             raise ValueError("it is not a regular file")
         metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"it contains {type(metadata).__name__}, expected Metadata")
+            raise ValueError(f"it contains a {type(metadata).__name__} in place of torch's Metadata")
         for name in {entry.relative_path for entry in metadata.storage_data.values()}:
             if PurePath(name).name != name or not (path / name).is_file():
                 raise ValueError(f"{name!r:.60} is not a file in this folder")

@@ -67,11 +67,11 @@ class Job:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
         if self.heads % self.kv_heads:
-            raise ValueError(f"--kv-heads is {self.kv_heads}: --heads, {self.heads}, must be a multiple of it")
+            raise ValueError(f"--kv-heads is {self.kv_heads}: it must divide --heads, {self.heads}")
         if self.head_dim % 2:
             raise ValueError(f"--head-dim is {self.head_dim}: it must be even for rotary embedding")
         if self.batch % self.data:
-            raise ValueError(f"--data is {self.data}: --batch, {self.batch}, must be a multiple of it")
+            raise ValueError(f"--data is {self.data}: it must divide --batch, {self.batch}")
 
 
 class JobError(ValueError):
@@ -212,7 +212,7 @@ class Training:
             raise JobError(str(error)) from error
         failed = (digests == 0).all(1).nonzero().flatten().tolist()
         if failed:
-            raise JobError(f"{what} failed on rank {failed[0]}; see the error of that rank")
+            raise JobError(f"{what} failed on rank {failed[0]}; see that rank's error")
         if not digests.eq(digests[0]).all():
             raise JobError(f"{what} differs between ranks")
 
@@ -337,7 +337,9 @@ def train_virtual_ranks(job: Job, text: bytes, world: int, watch: StepObserver |
         JobError: ``job.data`` is above 1, or :class:`Training` raises.
     """
     if job.data > 1:
-        raise JobError(f"--data is {job.data}: it must be 1 for virtual ranks, which form one ring; or use torchrun")
+        raise JobError(
+            f"--data is {job.data}: it must be 1 for virtual ranks, which form one ring. For more use torchrun."
+        )
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def train_rank(group: LocalGroup) -> Run:
@@ -367,7 +369,7 @@ def parse_size(text: str) -> int:
     """Parse ``8192``, ``8k``, ``1m`` or ``2g``, with k, m and g as powers of 1024."""
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.lower())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; pass an integer with an optional k, m or g")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: it must be an integer with an optional k, m or g")
     return int(match[1]) << 10 * " kmg".index(match[2] or " ")
 
 
