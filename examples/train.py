@@ -80,7 +80,7 @@ class JobError(ValueError):
 
 @dataclass
 class Run:
-    """Loss of every step, counted from 0, and the seconds of the steps that this process took."""
+    """Loss of every step by number, from 0, and the seconds of each step that this process ran."""
 
     losses: dict[int, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
@@ -197,10 +197,9 @@ class Training:
         return total[0].item()
 
     def _check_same(self, what: str, read: Callable[[], bytes]) -> None:
-        """Raise JobError on every rank if ``read`` fails on a rank or returns different bytes on the ranks.
+        """Raise JobError on every rank if ``read`` fails on a rank or returns different bytes on two ranks.
 
-        Raises:
-            JobError: ``read`` raises ValueError on at least one rank, or the bytes differ.
+        ``what`` names the compared value in the error.
         """
         error = None
         try:
@@ -288,7 +287,7 @@ def open_ring(ring: Ring, job: Job) -> Iterator[tuple[Layout, Attend]]:
 
 
 def train_process(job: Job, text: bytes) -> Run:
-    """Train in one process of torchrun."""
+    """Train as one of torchrun's processes, with its default group."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -301,7 +300,7 @@ def train_process(job: Job, text: bytes) -> Run:
 
 
 def train_on_mesh(job: Job, text: bytes, device: torch.device, watch: StepObserver | None = None) -> Run:
-    """Train as one rank of the default group, with weights sharded over all ranks and each sequence over a ring.
+    """Train as one rank of the default group, with FSDP over all ranks and one ring per row of the mesh.
 
     Raises:
         JobError: ``job.data`` does not divide the number of ranks, or :class:`Training` raises. Every rank raises.
@@ -390,7 +389,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> tuple[Job, int
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the settings of the command line, under torchrun or on virtual ranks."""
     job, world = parse_command_line()
     try:
         if dist.is_torchelastic_launched():

@@ -25,7 +25,7 @@ PACKING_CACHE_SIZE = 64  # cached packings; all layers share the packing of a ba
 
 
 class MaskType(NamedTuple):
-    """Properties of one ``attn_mask_type``."""
+    """Properties of one ``attn_mask_type``: causal or not, with padding or not, and how unequal lengths align."""
 
     causal: bool
     padding: bool
@@ -47,7 +47,7 @@ HostBoundaries = dict[str, tuple[int, ...]]
 
 
 class Boundaries(NamedTuple):
-    """Document boundaries over the whole sequence, without and with padding, as in TransformerEngine."""
+    """The ``cu_seqlens_*`` tensors of TransformerEngine, over the whole sequence; ``*_padded`` include padding."""
 
     q: Tensor | None = None
     kv: Tensor | None = None
@@ -129,7 +129,11 @@ def _batch_first(x: Tensor, qkv_format: str) -> Tensor:
 
 
 def _boundaries_on_host(boundaries: Boundaries) -> HostBoundaries:
-    """Copy all boundaries to the host in one transfer; a tensor given twice is copied once."""
+    """Return all given boundaries by argument name, copied to the host in one transfer.
+
+    Raises:
+        ValueError: A boundary is not an integer tensor with one dimension.
+    """
     named = {f"cu_seqlens_{name}": x for name, x in boundaries._asdict().items() if x is not None}
     for name, x in named.items():
         if not isinstance(x, Tensor):
@@ -145,6 +149,7 @@ def _boundaries_on_host(boundaries: Boundaries) -> HostBoundaries:
 
 
 def _resolve_packing(host: HostBoundaries, world: int, contiguous: bool, rows: int, key_rows: int) -> Packing:
+    """Return the packing of a call with qkv_format 'thd', or raise if boundaries and numbers of tokens disagree."""
     if "cu_seqlens_q" not in host:
         raise ValueError("cu_seqlens_q is None. With qkv_format 'thd' it must have the document boundaries.")
     real = host["cu_seqlens_q"]
@@ -166,6 +171,11 @@ def _resolve_packing(host: HostBoundaries, world: int, contiguous: bool, rows: i
 
 @lru_cache(maxsize=PACKING_CACHE_SIZE)
 def _packing(real: tuple[int, ...], padded: tuple[int, ...], world: int, contiguous: bool) -> Packing:
+    """Return the packing of documents with boundaries ``real`` that start at ``padded``, over ``world`` ranks.
+
+    Raises:
+        ValueError: The boundaries disagree, or the number of chunks does not divide a document with its padding.
+    """
     if len(real) != len(padded):
         raise ValueError(
             f"cu_seqlens_q_padded has {len(padded)} boundaries: it must have {len(real)}, as cu_seqlens_q has"
@@ -193,6 +203,7 @@ def _packing(real: tuple[int, ...], padded: tuple[int, ...], world: int, contigu
 
 @lru_cache(maxsize=PACKING_CACHE_SIZE)
 def _even_layout(seqlen: int, world: int, contiguous: bool) -> Layout:
+    """Return the contiguous or zigzag layout with equal shards, or raise ValueError if there is none."""
     chunks = world if contiguous or world == 1 else 2 * world
     if seqlen % chunks:
         raise ValueError(f"the sequence has {seqlen} tokens over {world} ranks: it must be a multiple of {chunks}")
@@ -200,7 +211,10 @@ def _even_layout(seqlen: int, world: int, contiguous: bool) -> Layout:
 
 
 def _row_lengths(host: HostBoundaries, mask_type: MaskType, name: str, batch: int) -> tuple[int, ...] | None:
-    """Return the number of tokens before the padding at the end of each batch row, or None without padding."""
+    """Return the number of real tokens of each batch row, before its padding, or None without padding.
+
+    ``name`` is the ``attn_mask_type`` for error messages.
+    """
     if not mask_type.padding:
         if host:
             raise ValueError(f"{next(iter(host))} is given with attn_mask_type {name!r}: it must be a padding type")
@@ -226,7 +240,7 @@ def _row_lengths(host: HostBoundaries, mask_type: MaskType, name: str, batch: in
 
 
 def _packed_padding(packing: Packing, rank: int, device: torch.device) -> Tensor:
-    """Return a bool mask ``[tokens]`` that is True where a rank's token is padding."""
+    """Return a bool mask ``[tokens]`` of a rank's tokens, True for padding between packed documents."""
     return _cached_packed_padding(packing, rank, device).read()
 
 
@@ -239,7 +253,7 @@ def _cached_packed_padding(packing: Packing, rank: int, device: torch.device) ->
 
 
 def _tail_padding(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """Return a bool mask ``[B, tokens]`` that is True where a rank's token lies behind the end of its row."""
+    """Return a bool mask ``[B, tokens]`` of a rank's tokens, True from the row's length in ``lengths`` on."""
     return _cached_tail_padding(lengths, layout, rank, device).read()
 
 
@@ -253,6 +267,7 @@ def _cached_tail_padding(
 
 
 def _resolve_window(window_size: tuple[int, int] | None, name: str, causal: bool) -> tuple[int, int]:
+    """Return ``window_size`` as (left, right), (-1, -1) for None, or raise ValueError if it does not fit the mask."""
     window = (-1, -1) if window_size is None else window_size
     if not isinstance(window, (tuple, list)) or [type(end) for end in window] != [int, int]:
         raise ValueError(f"window_size is {window_size!r}: it must be two integers (left, right)")
@@ -264,7 +279,11 @@ def _resolve_window(window_size: tuple[int, int] | None, name: str, causal: bool
 
 
 def _check_mask(mask: Tensor | None, causal: bool, positions: Tensor, keys: int) -> None:
-    """Raise if ``mask`` (True: hidden) is not the causal mask of these positions; the check synchronises."""
+    """Raise NotImplementedError if ``mask`` is neither None nor the causal mask of this rank's rows.
+
+    True means hidden. ``positions`` are those of the rows, and ``keys`` is the length of the whole sequence. The
+    check synchronises a GPU.
+    """
     if mask is None:
         return
     shape, rows = tuple(getattr(mask, "shape", ())), len(positions)
@@ -276,6 +295,7 @@ def _check_mask(mask: Tensor | None, causal: bool, positions: Tensor, keys: int)
 
 
 def _differs_from_causal(mask: Tensor, positions: Tensor) -> bool:
+    """Return True if ``mask`` (True: hidden) is not the causal mask of rows at ``positions``."""
     hidden = torch.arange(mask.shape[-1], device=mask.device) > positions.to(mask.device)[:, None]
     return bool((mask != hidden).any())
 

@@ -161,6 +161,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 def _collection_group(pg_collection: ProcessGroupCollection, name: str) -> Any:
+    """Return the group ``name`` ("tp" or "cp") of ``pg_collection``, or raise ValueError if it has none."""
     group = getattr(pg_collection, name, None)
     if not hasattr(group, "rank"):
         raise ValueError(
@@ -170,7 +171,10 @@ def _collection_group(pg_collection: ProcessGroupCollection, name: str) -> Any:
 
 
 def _micro_batch_group(packed: PackedSeqParams, group: Any) -> Any:
-    """Return the context-parallel group of a micro-batch, or the layer's if the micro-batch has none."""
+    """Return the context-parallel group of a packed micro-batch, by default the layer's ``group``.
+
+    None means that this rank holds all tokens of the micro-batch.
+    """
     cp_group, size = getattr(packed, "cp_group", None), getattr(packed, "local_cp_size", None)
     if cp_group is not None:
         return cp_group

@@ -185,7 +185,7 @@ def tree_attn_decode(
 
 
 def _members(ring_size: int | None, group: GroupLike) -> GroupLike:
-    """Return the ranks of this rank's ring."""
+    """Return the group of this rank's ring: ``ring_size`` neighbours of the default group, or ``group`` itself."""
     rank, size = group_rank_size(group)
     if ring_size is None or ring_size == size:
         return group
@@ -200,14 +200,14 @@ def _members(ring_size: int | None, group: GroupLike) -> GroupLike:
 
 @lru_cache
 def _neighbours(first: int, ring_size: int, world: object) -> dist.ProcessGroup:
-    """Return the process group of one ring, created once per default group and only by its members."""
+    """Return the process group of ``ring_size`` ranks from ``first`` on; cached per default group ``world``."""
     ring: dist.ProcessGroup = dist.new_group([*range(first, first + ring_size)], use_local_synchronization=True)
     return ring
 
 
 @lru_cache
 def _stripes(bucket_size: int, buckets: int, world: int) -> Layout:
-    """Return the layout of striped buckets: in each of ``bucket_size`` rounds a rank has ``buckets`` neighbours."""
+    """Return the layout in which a rank holds ``buckets`` adjacent tokens of each of ``bucket_size`` rounds."""
     if buckets == 1:
         return Layout.striped(bucket_size * world, world)
     rounds = range(bucket_size)
@@ -215,7 +215,10 @@ def _stripes(bucket_size: int, buckets: int, world: int) -> Layout:
 
 
 def _swap_runs(x: Tensor, dim: int, groups: int) -> Tensor:
-    """Reorder ``groups`` runs along ``dim`` to the first elements of all runs, then the second ones, and so on."""
+    """Split ``dim`` into ``groups`` equal runs and interleave them: the first elements of all runs, then the second.
+
+    Return ``x`` itself if there is nothing to reorder, or if ``groups`` does not divide the dimension.
+    """
     if groups in (1, x.shape[dim]) or groups < 1 or x.shape[dim] % groups:
         return x  # nothing to swap, or the heads do not fit, which ring_attention reports
     shape = *x.shape[:dim], groups, x.shape[dim] // groups, *x.shape[dim + 1 :]

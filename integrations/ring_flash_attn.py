@@ -107,6 +107,7 @@ def _attention(
 
 
 def _dense(rule: str, call: _Call) -> Placement:
+    """Return the placement of unpacked tensors: the layout named ``rule``, or the call's own."""
     if rule == "zigzag" and call.layout is None and call.q.ndim == 4:
         _two_equal_runs("q", call.q.shape[1], call)
     return call.layout or rule, None
@@ -137,6 +138,7 @@ def _varlen(
 
 
 def _two_equal_runs(name: str, tokens: int, call: _Call) -> None:
+    """Raise ValueError if ``tokens`` per rank are odd, because a zigzag has two equal runs per rank."""
     if tokens % 2 and group_rank_size(call.group)[1] > 1:
         raise ValueError(
             f"{name} has {tokens} tokens: a zigzag needs an even number per rank. For other numbers pass layout=."
@@ -152,6 +154,7 @@ def _runs_of_documents(documents: tuple[int, ...], world: int) -> Layout:
 
 @lru_cache
 def _zigzag_of_documents(documents: tuple[int, ...], world: int) -> Layout:
+    """Return the zigzag layout of every document with these boundaries."""
     return Layout.zigzag(documents[-1], world, documents)
 
 
@@ -216,6 +219,7 @@ def _llama3(
     heads_k_stride: int,
     local_k_slice: slice,
 ) -> Placement:
+    """Return the placement for the arguments of ``llama3_flash_attn_prepare_cu_seqlens``, or raise if they differ."""
     prepared = _PREPARED.get(cu_seqlens_q)  # type: ignore[no-untyped-call]
     if prepared is None:
         raise ValueError(
@@ -237,6 +241,7 @@ def _on_host(cu_seqlens: Tensor | Iterable[int]) -> Any:
 
 
 def _longest(boundaries: DocumentEdges) -> int:
+    """Return the length of the longest document."""
     return max(stop - start for start, stop in pairwise(boundaries))
 
 
@@ -249,6 +254,7 @@ def _functions(stem: str, place: Callable[..., Placement], *arguments: str) -> l
 def _function(
     name: str, tensors: tuple[str, ...], place: Callable[..., Placement], arguments: tuple[str, ...]
 ) -> Callable[..., Attention]:
+    """Build one public function that takes ``tensors`` and ``arguments``, then the options of :func:`_attention`."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     rest = [*inspect.signature(_attention).parameters.values()][5:]
     signature = inspect.Signature([*(inspect.Parameter(name, kind) for name in (*tensors, *arguments)), *rest])

@@ -36,10 +36,11 @@ KERNELS = (
 
 
 def _without_dispatch(function: Any) -> FunctionType:
-    """Return a copy of a Python function of torch that skips the dispatch to active modes.
+    """Return a copy of a Python function of torch that active modes also see inside.
 
-    A mode is inactive while it handles a function. Without the copy, the mode would therefore miss the attention
-    inside ``nn.MultiheadAttention`` and inside layers that activation checkpointing recomputes in the backward.
+    A mode is inactive while it handles a function, so it would miss the attention inside ``nn.MultiheadAttention`` and
+    inside layers that activation checkpointing recomputes in the backward. The copy skips the dispatch to modes, so
+    that the caller can enter the mode again around it.
     """
     names = ("has_torch_function", "has_torch_function_unary")
     return FunctionType(
@@ -201,6 +202,7 @@ def load_balancer_layout(load_balancer: Any, world: int) -> Layout:
 
 
 def _no_balancer(kind: str) -> ValueError:
+    """Return the error for a ``load_balancer`` that is a ``kind`` of object without indices."""
     return ValueError(
         f"load_balancer is a {kind}: it must be a load balancer of PyTorch, or its indices of shape [S] or [batch, S]. "
         "Without a load balancer use the layout 'contiguous'."

@@ -61,7 +61,7 @@ IGNORED_MASK_KEYWORDS = (
 
 @dataclass
 class Sharding:
-    """Layout and ranks that :func:`sharded` sets; the default is a single rank."""
+    """Layout, ranks and documents that :func:`sharded` sets for the calls inside it; the default is a single rank."""
 
     layout: LayoutLike = None
     group: GroupLike = None
@@ -289,7 +289,12 @@ def mask_interface(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> MaskSpec:
-    """Return the mask for the given arguments (transformers' mask interface)."""
+    """Return the mask of a model's attention as a :class:`MaskSpec` (transformers' mask interface).
+
+    Raises:
+        NotImplementedError: The mask is not causal, full, windowed, chunked or packed, or there is a cache.
+        ValueError: ``attention_mask`` hides tokens, or ``position_ids`` do not match the layout.
+    """
     if refused := kwargs.keys() - {*IGNORED_MASK_KEYWORDS}:
         raise NotImplementedError(
             f'ringattn does not support {", ".join(sorted(refused))} of a mask; use "eager" or "sdpa"'
@@ -596,7 +601,10 @@ def _compare_batches(
     documents: Documents,
     always: bool,
 ) -> None:
-    """Raise ValueError on every rank if the batches differ between ranks."""
+    """Raise ValueError on every rank if the ranks' batches differ in layout, shapes, documents or, if due, contents.
+
+    Contents are due for a new shape, in every 100th call, and in every call with ``always``.
+    """
     tensors = {name: batch[name] for name in SHARDED_KEYS if batch.get(name) is not None}
     # list missing entries, too, so that all ranks report the same first difference
     shapes = {f"the shape of {name}": None for name in SHARDED_KEYS} | {
@@ -618,7 +626,7 @@ def _compare_batches(
 
 
 def _cut(batch: Mapping[str, Any], layout: Layout, session: Session, documents: Documents) -> ShardedBatch:
-    """Return one rank's part of a checked batch."""
+    """Return this rank's part of a batch that :func:`_check_batch` has accepted."""
     name = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
     sharding = Sharding(layout, ring=session.ring, cu_seqlens=documents.boundaries)
     positions = sharding.positions(layout.lengths[session.rank], batch[name].device)

@@ -62,7 +62,7 @@ EXACT_KERNELS = (
 
 
 class _MeshCache:
-    """Mesh of the last ``set_seq_parallel_pg``."""
+    """Holder of the mesh that the last ``set_seq_parallel_pg`` created."""
 
     mesh: DeviceMesh | None = None
 
@@ -104,10 +104,10 @@ def set_seq_parallel_pg(
 
 @lru_cache
 def usp_layout(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
-    """Return the layout over all ranks of a mesh of ``rd`` x ``ud``, ring x Ulysses.
+    """Return the layout of ``seqlen`` tokens over a mesh of ``rd`` ring ranks x ``ud`` Ulysses ranks.
 
     Raises:
-        ValueError: ``ring_impl_type`` is unknown, or the ranks do not divide ``seqlen``.
+        ValueError: ``ring_impl_type`` is unknown, a degree is below 1, or the ranks do not divide ``seqlen``.
     """
     if ring_impl_type not in RING_LAYOUTS:
         raise ValueError(f"ring_impl_type is {ring_impl_type!r}: it must be one of {', '.join(RING_LAYOUTS)}")
@@ -161,7 +161,7 @@ stripe_extract_local = EXTRACT_FUNC_DICT["strip"]
 
 
 def _usp_mesh(group: GroupLike) -> tuple[GroupLike, tuple[int, int]]:
-    """Return the mesh, and the number of ranks along its ring and its Ulysses dimension."""
+    """Return the mesh, and its numbers of ring ranks and of Ulysses ranks; None means :class:`_MeshCache`'s mesh."""
     mesh = _MeshCache.mesh if group is None else group
     dims = resolve_mesh(mesh)
     if dims is None:
@@ -173,6 +173,7 @@ def _usp_mesh(group: GroupLike) -> tuple[GroupLike, tuple[int, int]]:
 
 
 def _check_attn_type(attn_type: object) -> None:
+    """Raise NotImplementedError if ``attn_type`` is not an exact kernel."""
     if getattr(attn_type, "value", attn_type) not in EXACT_KERNELS:
         raise NotImplementedError(
             f"attn_type is {attn_type}: it must be an exact kernel, one of {', '.join(EXACT_KERNELS)}"
@@ -339,9 +340,9 @@ class AsyncLongContextAttention(LongContextAttention):
 
 
 class UlyssesAttention(LongContextAttention):
-    """Variant of :class:`LongContextAttention` without a ring, in which rank u holds run u of equal runs.
+    """Variant of :class:`LongContextAttention` without a ring: rank u holds the u-th of equal contiguous runs.
 
-    ``sequence_process_group`` is a group or a mesh whose ring has one rank; None is the default group.
+    ``sequence_process_group`` is a group, or a mesh with one ring rank. None is the default group.
     """
 
     def __init__(
@@ -362,7 +363,7 @@ class UlyssesAttention(LongContextAttention):
 
 
 def _without_ring(group: GroupLike) -> GroupLike:
-    """Return a mesh whose ring has one rank, or ``group`` itself if it is a mesh."""
+    """Return a mesh of 1 ring rank x all ranks of ``group``, or ``group`` itself if it is a mesh."""
     if resolve_mesh(group) is not None:
         return group
     members: Group = resolve_group(group)
@@ -371,7 +372,7 @@ def _without_ring(group: GroupLike) -> GroupLike:
 
 @lru_cache
 def _one_row(group: dist.ProcessGroup) -> DeviceMesh:
-    """Return the mesh of 1 x all ranks of a group, created once per group."""
+    """Return the mesh of 1 ring rank x all ranks of ``group``, created once per group."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     device, row = "cuda" if torch.cuda.is_available() else "cpu", [dist.get_process_group_ranks(group)]
     return DeviceMesh.from_group([alone, group], device, row, mesh_dim_names=("ring", "ulysses"))
