@@ -165,7 +165,7 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
     ("--seqlen", "0", "'0': it must be a whole number from 1"),
     ("--kv-heads", "3", "--kv-heads is 3"),
     ("--head-dim", "33", "--head-dim is 33: it must be even"),
-    ("--data", "2", "--data is 2: --batch, 1, must be a multiple of it"),
+    ("--data", "2", "--data is 2: it must divide --batch, 1"),
 ])  # fmt: skip
 def test_refusals(flag: str, value: str, message: str) -> None:
     code, output = invoke(flag, value)

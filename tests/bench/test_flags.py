@@ -18,7 +18,7 @@ from ringattn.ring.wire import resolve_grad_wire, resolve_wire
 
 
 @given(st.integers(0, 2**40))
-def test_size_reads_what_binary_prints(count: int) -> None:
+def test_printed_sizes_are_parsed_back(count: int) -> None:
     assert parse_size_text(size_text(count)) == count
 
 
@@ -27,11 +27,11 @@ def test_size_reads_what_binary_prints(count: int) -> None:
     [(0, "B", "0 B"), (67_108_864, "B", "67.1 MB"), (999_499, "", "999 k"), (999_500, "", "1.00 M"),
      (9_996, "", "10.0 k"), (99_960, "", "100 k"), (5e21, "", "5000 E")],
 )  # fmt: skip
-def test_human(count: float, unit: str, expected: str) -> None:
+def test_counts_are_printed_with_si_prefixes(count: float, unit: str, expected: str) -> None:
     assert human_count(count, unit) == expected
 
 
-def test_parsers() -> None:
+def test_flag_values_are_parsed() -> None:
     assert flags.sizes("8k, 2K ,5,1m,2g") == [8192, 2048, 5, 2**20, 2**31] and flags.counts("1,2") == [1, 2]
     assert flags.parse_window("4k,-1") == (4096, -1) and flags.head_dims("1,256") == [1, 256]
     assert flags.dtype_names("bf16, float32") == ["bfloat16", "float32"] and flags.wire_dtype("bf16") == "bfloat16"
@@ -69,7 +69,7 @@ def test_refusals(check: Callable[..., object], arguments: tuple[object, ...], m
     assert message in str(refused.value)
 
 
-def test_defaults() -> None:
+def test_default_key_heads_and_timers() -> None:
     assert flags.resolve_kv_heads(8, None) == 8 and flags.resolve_kv_heads(8, 2) == 2
     assert [flags.resolve_ring_timer(kind, "") for kind in ("cpu", "cuda")] == ["clock", "events"]
     flags.check_transport_flag("process_group", "cpu", 2)

@@ -52,7 +52,9 @@ def test_host_time_on_a_cpu_is_a_lower_bound(tmp_path: Path) -> None:
     ("cuda", "clock", 101.0, command.BY_CLOCK, []),
     ("cpu", "clock", 101.0, command.LOWER_BOUND, []),
 ])  # fmt: skip
-def test_verdict_on_the_host(device: str, timer: str, host: float, note: str, failed: list[str]) -> None:
+def test_host_time_is_judged_against_compute(
+    device: str, timer: str, host: float, note: str, failed: list[str]
+) -> None:
     # With the clock timer, host time is part of the compute time.
     rows = [{"phase": FORWARD, "host": host, "compute": 100.0}]
     assert command.host_verdict(rows, device, timer) == (note, failed)

@@ -202,7 +202,9 @@ HOPPER, MARGIN = "ringattn hopper", "ringattn persistent with margin"
     (6, {"forward:ringattn": 80, "alone:ringattn": 100, f"forward:{MARGIN}": 88, f"alone:{MARGIN}": 89}, MARGIN,
      [0.88, 0.88], ["reached", "missed"]),
 ])  # fmt: skip
-def test_floors_and_goals(row: int, rates: Any, by: str, values: list[float], words: list[str]) -> None:
+def test_speeds_are_judged_against_floors_and_goals(
+    row: int, rates: Any, by: str, values: list[float], words: list[str]
+) -> None:
     verdicts = list(speed.judge_target(speed.TARGETS[row], rates))
     assert {number.labels["by"] for number in verdicts} == {by} and not any(number.fails for number in verdicts)
     assert [number.value for number in verdicts] == pytest.approx(values)
@@ -241,7 +243,7 @@ def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("backend", "dtype", "dims"), [("triton", "float32", (16, 24)), ("aten", "bfloat16", (24, 24))]
 )
-def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None:
+def test_accuracy_cases_pass(backend: str, dtype: str, dims: tuple[int, int]) -> None:
     rows = list(accuracy.accuracy_case(CPU, backend=backend, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **TINY))
     assert len(rows) == 3 * 6
     assert [number for number in rows if number.fails] == []
@@ -260,7 +262,7 @@ def test_memory_is_counted_for_all_contenders(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_writes_rows_and_notes(tmp_path: Path) -> None:
     flags = ["--seqlen", "64,96", "--heads", "2", "--head-dim", "16", "--seconds", "0", "--dtype", "fp32,bf16"]
     result = CliRunner().invoke(cli.app, ["bench", "kernels", *flags, "--json", str(tmp_path / "k.json")])
     assert result.exit_code == 0, result.output

@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script without srun
     ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
 ])  # fmt: skip
-def test_member_of_a_launcher(
+def test_rank_is_read_from_launcher_variables(
     variables: dict[str, str], expected: LaunchedRank | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():

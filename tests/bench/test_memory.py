@@ -147,7 +147,7 @@ def test_ranks_that_a_gpu_holds(
     (RingForm(two_level=True), 498.6e6),
     (RingForm(wire_dtype="bfloat16", grad_wire_dtype="bfloat16"), 337.0e6),
 ])  # fmt: skip
-def test_every_form_of_a_ring_is_counted(form: RingForm, peak: float) -> None:
+def test_memory_counts_two_level_and_wire_dtype_rings(form: RingForm, peak: float) -> None:
     # The peaks come from `bench memory`, without gloo's buffers and rounding to pages.
     counted = memory_table.candidate_bytes(OURS, AttentionConfig(8 * 8192, 8), form)
     assert counted == pytest.approx(peak, rel=memory_bench.ALLOWED_SPREAD)
@@ -174,7 +174,7 @@ def test_a_gpu_adds_dq_of_the_whole_up_in_fp32() -> None:
     assert cuda - cpu == 4 * (2 * 8 * 1024 * 4 * 64)
 
 
-def test_every_ring_of_an_overlap_and_of_a_search_is_counted() -> None:
+def test_memory_counts_all_rings_of_overlap_and_tune() -> None:
     # Two processes took 1,183.6 MB in fp32, 775.8 MB in bf16, and 1,309.1 MB more with 12k more tokens.
     slots = [slots for _ in (1, 2) for slots in (1, 2, 3) for ahead in (0, 1) if ahead < slots]
     for dtype, peak in (("float32", 1183.6e6), ("bfloat16", 775.8e6)):

@@ -63,7 +63,7 @@ OWN = Layout([[(0, 8), (48, 16)], [(8, 16)], [(32, 16)], [(24, 8)]])
     ("zigzag", 1, Mask(causal=True, documents=Documents([0, 8, 40, 64]))),
     (OWN, 2, Mask(causal=True, window=(20, 0), blocks=BlockMask(torch.arange(256).view(16, 16) % 7 != 3, 4))),
 ])  # fmt: skip
-def test_programs_send_the_bytes_of_the_schedule(layout: Any, mask: Mask, nodes: int) -> None:
+def test_predicted_programs_send_the_bytes_of_the_schedule(layout: Any, mask: Mask, nodes: int) -> None:
     call = replace(SMALL, layout=layout, mask=mask, nodes=nodes)
     plans = schedule(call.token_layout, mask, topology=call.topology)
     per_token = 2 * call.kv_heads * call.head_dim
@@ -331,7 +331,7 @@ def test_key_heads_are_repeated_if_ranks_outnumber_them() -> None:
 
 
 @pytest.mark.parametrize("perturbation", [Perturbation({3: 2.0}), Perturbation({3: 2.0}, 0.2)], ids=["slow", "both"])
-def test_every_way_has_the_same_perturbation(perturbation: Perturbation) -> None:
+def test_every_method_has_the_same_perturbation(perturbation: Perturbation) -> None:
     # Collectives take as long as the slowest rank, exchanges of heads as long as the slowest rank of their group.
     call = PredictedCall(8192, 8, kv_heads=8)
     with_it, without = (

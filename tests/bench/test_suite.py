@@ -192,7 +192,7 @@ os.remove(sys.argv[1])
     assert [part_processes.group_seconds(group, 2) for group in groups] == [10.0, 5.0, 0.0]
 
 
-def test_missing_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_seconds_of_the_shortest_part(monkeypatch: pytest.MonkeyPatch) -> None:
     # The shortest part needs at least half of its time. A missing part needs none.
     listed = [
         part("long", seconds=60.0),

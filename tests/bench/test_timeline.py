@@ -47,7 +47,7 @@ TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"comman
 """Rank 0 computes for 3 of 4 ms and waits for 1 ms; rank 1 computes for all 4 ms."""
 
 
-def test_a_trace_reads_back_as_it_was() -> None:
+def test_a_written_trace_reads_back_unchanged() -> None:
     # A trace has a process per rank and a thread per lane, in microseconds.
     trace = json.loads(json.dumps(as_chrome(TWO_RANKS)))
     assert from_chrome(trace) == TWO_RANKS and TWO_RANKS.seconds == pytest.approx(4e-3)

@@ -32,7 +32,7 @@ def check_transposed(lo: list[int], hi: list[int], keys: int) -> None:
     assert (other.lo <= other.hi).all()
 
 
-def test_transposed_of_every_small_interval() -> None:
+def test_every_small_interval_is_transposed() -> None:
     for queries, keys in product(range(5), repeat=2):
         ends = list(combinations_with_replacement(range(keys + 1), queries))
         for lo, hi in product(ends, repeat=2):

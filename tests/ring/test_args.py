@@ -717,7 +717,7 @@ def test_signature_options_and_op_entries_agree() -> None:
         ("xyzzy", "'xyzzy'"),
     ],
 )  # fmt: skip
-def test_unknown_keywords_are_answered_with_the_right_one(name: str, suggestion: str) -> None:
+def test_unknown_keywords_suggest_our_argument(name: str, suggestion: str) -> None:
     q: Any = torch.randn(1, 8, 2, 16)
     calls: list[Any] = [ring_attention, torch.compile(ring_attention, backend="eager")]
     for call in calls:

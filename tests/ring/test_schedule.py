@@ -253,7 +253,7 @@ def distances(count: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(1, count - 1), unique=True).map(lambda far: (0, *far)) if count > 1 else st.just((0,))
 
 
-def test_distances_without_visible_pairs_have_no_hop() -> None:
+def test_distances_without_visible_pairs_are_skipped() -> None:
     layout = Layout.contiguous(64, 8)
     assert schedule(layout, CAUSAL).steps == tuple(range(8))
     assert schedule(layout, Window(causal=True, left=7)).steps == (0, 1)

@@ -69,7 +69,7 @@ def test_gradients_of_unshard_by_grad_mode(layout: Layout, mesh: tuple[int, int]
     run_ranks(layout.world, check)
 
 
-def test_refusals() -> None:
+def test_bad_arguments_of_shard_and_unshard_are_refused() -> None:
     calls: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         (shard, {"layout": None}, "layout is None with 2 ranks"),
         (

@@ -102,7 +102,7 @@ def in_a_launcher(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_processes(target: Path) -> None:
+def test_doctor_on_two_processes(target: Path) -> None:
     code, output = launch_processes(2, in_a_launcher, "--json", str(target))
     assert code == 0, output
     rows = checks(target)
@@ -113,7 +113,7 @@ def test_processes(target: Path) -> None:
     assert read_back(target) == 2
 
 
-def test_two_nodes(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+def test_doctor_on_two_nodes(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     ring = ring_topology([*cpus("a", 2), *cpus("b", 2)])
     monkeypatch.setattr(doctor_ring, "discover_topology", lambda control, device: ring)
     assert run("--json", str(target)).exit_code == 0
@@ -122,7 +122,7 @@ def test_two_nodes(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     assert all(edge in rows["GB/s local"] for edge in ("0->1", "2->3", "0->2", "1->3"))
 
 
-def test_one_rank(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+def test_doctor_on_one_rank(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     target.write_text(run("--world", "1", "--json", "-").stdout)
@@ -302,7 +302,7 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_settings([{**HEALTHY, "settings": {"NCCL_P2P_DISABLE": "0"}}]), OK, "NCCL_P2P_DISABLE=0; "),
     (machine.check_settings([{**HEALTHY, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "ORDER_IMPLICIT=1"),
 ])  # fmt: skip
-def test_findings_of_the_machine(finding: Finding, status: str, text: str) -> None:
+def test_machine_checks_report_status_and_advice(finding: Finding, status: str, text: str) -> None:
     assert finding.status == status and text in finding.text, finding
     assert bool(finding.todo) == (status == FAIL)
     assert f"{machine.IMPLICIT_ORDER}=1; " not in finding.text
