@@ -12,6 +12,7 @@ import torch
 
 from ...comm.transports.nccl import explain_missing_nccl
 from ...comm.transports.nccl_one_sided import one_sided_missing
+from ...ring.local.registry import other_backends
 from ..common.memory_table import ALL_GATHER, LUCIDRAINS, OURS, ULYSSES
 from ..kernels.accuracy import BACKENDS
 from ..ring.candidates import CONTEXT_PARALLEL, ZHUZILIN
@@ -65,6 +66,9 @@ def gpu_parts() -> list[SuitePart]:
         *(case(name, 45, "special") for name in right if name.startswith(special)),
         case("ceilings", 8),
         case("targets", 45),
+        bench_part("backends", "our kernels next to the kernels of other projects, as a ring calls them", 20,
+              "kernels", "--seqlen", "8k", *SHAPE, "--dtype", "bf16", "--seconds", "2", "--by",
+              ",".join((OURS, *(f"{name} backend" for name in other_backends(torch.device("cuda")))))),
         bench_part("beside NCCL", "the forward alongside NCCL's kernels, one rank sending to itself", 20,
               "links", "--world", "1", "--transport", "nccl", "--channels", "auto,8", "-b", "64M", "-e", "64M",
               "--beside", "forward", missing=explain_missing_nccl()),
