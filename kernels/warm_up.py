@@ -42,7 +42,7 @@ def meta_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def record_launches(gpu: GpuSpec, run: Callable[[], object]) -> list[Launch]:
+def collect_launches(gpu: GpuSpec, run: Callable[[], object]) -> list[Launch]:
     """Return kernel, arguments and options of the launches of ``run()``, which uses tensors on the meta device."""
     launches: list[Launch] = []
 
@@ -60,7 +60,7 @@ def compile_launches(launches: list[Launch], *, share: float = 0.0) -> int:
     A kernel that does not compile is skipped; its launch then raises the compiler's error.
 
     Args:
-        launches: Result of :func:`record_launches`.
+        launches: Result of :func:`collect_launches`.
         share: Position in the list to begin at, from 0 to 1, so that processes with a common cache begin with
             different kernels.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm import Fence, Message, Slots
 from ..kernels.gpu import GpuSpec, gpu_specs
-from ..kernels.warm_up import Launch, compile_launches, meta_like, record_launches
+from ..kernels.warm_up import Launch, compile_launches, meta_like, collect_launches
 from . import loop
 from .backends import backward_backends, forward_backends
 from .buffers import Pair, RingCall, ignore_post
@@ -117,4 +117,4 @@ def record_phase(
             backends = backward_backends(call.backend, dry.chunks, out, q, out, lse, **options)
             loop.backward(dry, backends, k, v, (k.new_empty(k.shape), v.new_empty(v.shape)))
 
-    return record_launches(gpu, run)
+    return collect_launches(gpu, run)

@@ -121,7 +121,7 @@ from triton.runtime import driver
 from ringattn.autotune.compile import StandInDriver
 from ringattn.kernels.attention import attention_delta
 from ringattn.kernels.gpu import assumed_gpu
-from ringattn.kernels.warm_up import compile_launches, record_launches
+from ringattn.kernels.warm_up import compile_launches, collect_launches
 
 def run():
     for dim in (16, 32):
@@ -129,7 +129,7 @@ def run():
         attention_delta(x, x)
         attention_delta(x, x)
 
-launches = record_launches(assumed_gpu(90), run)
+launches = collect_launches(assumed_gpu(90), run)
 with patch.object(driver, "_active", StandInDriver(90, device=1090)):
     print(len(launches), compile_launches(launches, share=0.5), compile_launches(launches))
     for kernel, args, options in launches:
