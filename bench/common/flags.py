@@ -5,10 +5,13 @@ This module does not import torch, so that ``--help`` is fast.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
@@ -266,6 +269,28 @@ BlockMaskPattern = Annotated[
         help="; ".join(f"{name}: {', '.join(keys)}" for name, keys in PATTERNS.items()) + ".",
     ),
 ]
+
+
+def expand_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` for typer: fields of parameters that are dataclasses become flags, in the same order."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    records = {name: given.annotation for name, given in parameters.items() if is_dataclass(given.annotation)}
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, record in records.items():
+            given[name] = record(**{field.name: given.pop(field.name) for field in fields(record)})
+        command(**given)
+
+    expanded = [
+        flag.replace(kind=flag.KEYWORD_ONLY)
+        for name, parameter in parameters.items()
+        for flag in (
+            inspect.signature(records[name], eval_str=True).parameters.values() if name in records else [parameter]
+        )
+    ]
+    run.__signature__ = inspect.Signature(expanded)  # type: ignore[attr-defined]
+    return run
 
 
 def typed(context: typer.Context) -> dict[str, str]:
