@@ -50,7 +50,7 @@ def parse_slow_rank(text: str) -> tuple[int, float]:
     try:
         return int(rank), float(factor)
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: it must be RANK=FACTOR, such as 3=1.5") from None
+        raise typer.BadParameter(f"{text!r} is not RANK=FACTOR, such as 3=1.5") from None
 
 
 def parse_axes(text: str) -> dict[str, list[int]]:
@@ -61,7 +61,7 @@ def parse_axes(text: str) -> dict[str, list[int]]:
         first, last = (flags.parse_size_text(end) for end in (span if ".." in span else "0..0").split("..", 1))
         result[name] = [first << step for step in range(64) if first << step <= last] if first else []
     if set(result) != {"tokens", "gpus"} or not all(result.values()):
-        raise typer.BadParameter(f"{text!r}: it must have the form tokens=1k..128k,gpus=2..16k")
+        raise typer.BadParameter(f"{text!r} does not have the form tokens=1k..128k,gpus=2..16k")
     return result
 
 
@@ -193,9 +193,8 @@ def predict(
         shape = _read_layout(context, shape)
         max_gpus = max(sweep["gpus"]) if sweep else shape.world
         if max_gpus > MOST_GPUS:
-            raise ValueError(
-                f"{'gpus of sweep' if sweep else 'world'} is {max_gpus:,}: it must be at most {MOST_GPUS:,} GPUs"
-            )
+            flag = "gpus of sweep" if sweep else "world"
+            raise ValueError(f"{flag} is {max_gpus:,}: it must be at most {MOST_GPUS:,}")
         check_above_zero("GB", memory=memory_gb)
         call = _build_call(shape, mask, ring)
         speed, links, measured = _resolve_hardware(call, hardware, shape.nics, max_gpus, is_map=bool(sweep))
@@ -221,7 +220,7 @@ def _read_layout(context: typer.Context, shape: ShapeFlags) -> ShapeFlags:
     shortest, longest = min(layout.lengths), max(layout.lengths)
     if shortest < longest:
         raise ValueError(
-            f"layout is {shape.layout}, with shards of {shortest:,} to {longest:,} tokens. Their lengths must be equal."
+            f"layout is {shape.layout}: its shards have {shortest:,} to {longest:,} tokens. Make them equal."
         )
     return replace(shape, layout=layout, world=layout.world, seqlen=layout.seqlen)
 
@@ -258,11 +257,11 @@ def _resolve_hardware(
 
     link, link_between = hardware.link, hardware.link_between
     if max_gpus <= call.per_node and (link_between is not None or nics is not None):
-        raise ValueError("link-between and nics need several nodes: set --nodes")
+        raise ValueError("link-between and nics need several nodes. Set --nodes.")
     if nics is not None and nics > call.per_node:
         raise ValueError(f"nics is {nics}: it must be at most {call.per_node}, one per GPU of a node")
     if call.per_node == 1 and link is not None and not is_map:
-        raise ValueError("link connects GPUs of a node, but each node has one GPU: use --link-between")
+        raise ValueError("link is the link inside a node, but each node has one GPU. Use --link-between.")
     speed, measured = resolve_speed(call, hardware.gpu, hardware.tflops, hardware.backward_tflops, hardware.kernels)
     between = parse_link(link_between or DEFAULT_NODE_LINK, "link-between")
     if link_between is None:
@@ -291,7 +290,7 @@ def _one_call(call: PredictedCall, inputs: PredictionInputs, capacity: float, tr
 
 
 def _nic_ranges(results: Sequence[Alternative], nics: int) -> list[str]:
-    """Return notes with the time range of flat rings: one NIC per transfer between nodes, or all NICs."""
+    """Return a note per flat ring with its time if a transfer between nodes uses one NIC, and if it uses all NICs."""
     import numpy as np
 
     notes = []
@@ -313,18 +312,17 @@ def _write_trace(call: PredictedCall, inputs: PredictionInputs, trace: Path) -> 
     from .timelines import predicted_timeline
 
     if call.world > MOST_RANKS:
-        raise ValueError(f"trace draws every rank and takes at most {MOST_RANKS} GPUs, not {call.world}")
+        raise ValueError(f"trace takes at most {MOST_RANKS} GPUs, because it draws every rank: got {call.world}")
     if inputs.perturbation.jitter:
-        raise ValueError("trace draws one run and jitter needs several: leave one of them out")
+        raise ValueError("trace draws one run, and jitter needs several. Leave one of them out.")
     if is_printing_rank():
-        passes = predict_passes(
-            call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases, simulated=True
-        )
+        setting = inputs.speed, inputs.links, inputs.perturbation
+        passes = predict_passes(call, *setting, phases=inputs.phases, simulated=True)
         write_json(trace, as_chrome(predicted_timeline(_title(call), passes, call)), indent=None)
 
 
 def _row(way: Alternative, call: PredictedCall, inputs: PredictionInputs) -> dict[str, Any]:
-    """Return the table row of a method; it has no times if the method does not fit."""
+    """Return the table row of a method; without passes it has only name, memory and note."""
     import numpy as np
 
     from .ring_time import ideal_seconds
@@ -362,23 +360,26 @@ def _notes(call: PredictedCall, inputs: PredictionInputs) -> list[str]:
         even, slow, balanced = (1e3 * seconds for seconds in straggler_seconds(call, inputs))
         notes.append(f"slow GPUs: {even:.3f} ms without, {slow:.3f} ms with equal shards ({slow / even - 1:+.1%})")
         notes.append(f"slow GPUs with Layout.balanced: {balanced:.3f} ms ({balanced / even - 1:+.1%})")
-    parts = ", ".join(
-        f"{name} {flags.human_count(nbytes, 'B')}" for name, nbytes in call.memory(backward=inputs.has_backward).items()
-    )
+    memory = call.memory(backward=inputs.has_backward)
+    parts = ", ".join(f"{name} {flags.human_count(nbytes, 'B')}" for name, nbytes in memory.items())
     return [*notes, *textwrap.wrap(f"memory per GPU of the {call.name}: {parts}", COLUMNS)]
 
 
 def _map(
     call: PredictedCall, inputs: PredictionInputs, axes: dict[str, list[int]], capacity: float, picture: Path
 ) -> tuple[Result, str]:
-    """Predict the map: a row per number of GPUs, a column per number of tokens per GPU."""
+    """Predict and draw the map; return rows per number of GPUs with a column per tokens per GPU, and the summary."""
     from .crossover import ENOUGH_IDEAL, draw_map, sweep_percents
 
     percents = sweep_percents(call, inputs, axes["tokens"], axes["gpus"], capacity)
-    rows = [{"GPUs": flags.size_text(world), **{flags.size_text(length): value for length, value in column.items()}}
-            for world, column in percents.items()]  # fmt: skip
+    rows = [
+        {"GPUs": flags.size_text(world), **{flags.size_text(length): value for length, value in column.items()}}
+        for world, column in percents.items()
+    ]
     empty = [flags.size_text(world) for world, column in percents.items() if None in column.values()]
-    notes = [f"empty cells at {', '.join(empty)} GPUs: does not fit into {capacity / 1e9:.3g} GB"] if empty else []
+    notes = (
+        [f"empty cells at {', '.join(empty)} GPUs: the call does not fit into {capacity / 1e9:.3g} GB"] if empty else []
+    )
     largest = percents[max(percents)]
     enough = [tokens for tokens, value in largest.items() if value is not None and value >= 100 * ENOUGH_IDEAL]
     length_text = f"{flags.size_text(min(enough))} tokens per GPU" if enough else "at none of these lengths"

@@ -180,7 +180,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         command.resolve_ranks(8, 1, None)
     with pytest.raises(ValueError, match="--data is 3 and there are 4 ranks"):
         command.resolve_ranks(4, 3, None)
-    with pytest.raises(ValueError, match="rank 5 has no GPU: 8 ranks and 4 GPUs"):
+    with pytest.raises(ValueError, match="rank 5 has no GPU: start at most 4 ranks"):
         command.resolve_ranks(None, 1, ranks.LaunchedRank(rank=5, world=8, local_rank=5, local_world=8))
 
 

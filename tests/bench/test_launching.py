@@ -268,7 +268,7 @@ LAUNCHED = {
     "bench links -b 1k -e 1k -n 1 -w 0": "best between processes: process_group",
     "bench overlap --tokens 128 --heads 2 --repeats 1": "together ms",
     "bench kernels --seqlen 128 --heads 1 --head-dim 32 --seconds 0.01": "matrix product in the same runs",
-    "bench host --tokens 1k": "of it Triton us",
+    "bench host --tokens 1k": "Triton's part us",
     "bench timeline --seqlen 512 --heads 1 --repeats 1": "clocks of the ranks",
     "bench suite --only ceilings --budget 300 --out {folder}/suite": "ceilings  done",
     "demo --seqlen 64 --steps 1 --layers 1": "AGREE",

@@ -281,7 +281,7 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "1 parts take at most 25 s" in text and "--budget 480 is enough" in text
     assert "is not enough for all of them" in call("--only", "last", "--budget", "1")[2]
     code, states, text = call("--only", "fails", "--budget", "21")  # writing the page takes the rest
-    assert code == 2 and "fails" not in states and "--budget is 21: too short for any part" in text
+    assert code == 2 and "fails" not in states and "--budget is 21, too short for any part" in text
     code, states, text = call()
     assert code == 1 and states == {"first": "done", "fails": "failed", "last": "not here"}
     assert "2 parts have results" in text and "FAILED: fails: exit code 1: ValueError: no" in text
