@@ -19,7 +19,7 @@ from .output import is_printing_rank, write_csv, write_json
 
 SCHEMA = "ringattn result"
 HEADINGS = {
-    "ideal": "% of ideal", "of ideal": "% of ideal", "of product": "% of matmul", "counted peak": "computed peak MB",
+    "of ideal": "% of ideal", "of product": "% of matmul", "counted peak": "computed peak MB",
     "found": "result", "rate of a rank": "TFLOP/s per rank", "rate by S²/2": "TFLOP/s by S²/2",
     "over tolerance": "wrong results",
 }  # fmt: skip

@@ -92,7 +92,7 @@ class ShapeFlags:
 
 @dataclass(frozen=True)
 class MaskFlags:
-    """Which keys each query sees."""
+    """Mask of the attention."""
 
     causal: flags.Causal = True
     window: flags.Window = None

@@ -56,7 +56,7 @@ def balanced_layout(problem: AttentionConfig) -> str:
 
 @dataclass(frozen=True)
 class CandidateSetting:
-    """Everything that the construction of a candidate needs, on one rank."""
+    """Arguments of a candidate's constructor on one rank."""
 
     problem: AttentionConfig
     layouts: tuple[str, ...]

@@ -64,7 +64,7 @@ class RingConfig:
 
 
 class CandidateCheck(NamedTuple):
-    """What the first run of a candidate gave on this rank: inputs, peak memory and errors."""
+    """Inputs, peak memory and errors of a candidate's first run on this rank."""
 
     shards: Tensors
     peak_bytes: int

@@ -100,7 +100,7 @@ def test_every_mask_is_counted_computed_and_named(case: AttentionConfig) -> None
     ready = contender.local_kernel_contender("aten", inputs)
     assert largest_error(inputs, ready.results) < 1e-4
     assert (ready.carried_out is None) == (case.mask.blocks is not None)
-    assert ready.carried_out is None or largest_error(inputs, [ready.carried_lse]) < 1e-5
+    assert ready.carried_out is None or largest_error(inputs, [ready.carried_out]) < 1e-5
     before = ready.results[0].clone()
     for step in ready.steps.values():
         step()
