@@ -394,7 +394,7 @@ def parse_device_kind(text: str) -> str:
     if text not in ("", "cpu", "cuda"):
         raise typer.BadParameter(f"--device is {text!r}: it takes cpu or cuda")
     if text == "cuda" and not has_cuda:
-        raise typer.BadParameter("--device is cuda, but PyTorch finds no CUDA device")
+        raise typer.BadParameter("--device is cuda, but torch finds no CUDA device")
     return text or ("cuda" if has_cuda else "cpu")
 
 

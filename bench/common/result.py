@@ -134,5 +134,5 @@ def read_result(path: Path) -> Result:
         if any(row.keys() - result.units.keys() for row in result.rows):
             raise ValueError("rows have fields that units lacks")
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}. It must be a file written with --json.") from None
+        raise ValueError(f"{path} cannot be read: {error}; it must be a file written with --json") from None
     return result

@@ -226,7 +226,7 @@ def sdpa_contender(backend: SDPBackend, given: ContenderInputs) -> PreparedConte
     if not config.is_plain:
         options = {"attn_mask": _dense_mask(backend, given)}
     if backend is SDPBackend.MATH:
-        _check_square(given, SCORES_KEPT * given.q.element_size() * config.heads, "its scores")
+        _check_square(given, SCORES_KEPT * given.q.element_size() * config.heads, "scores")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -239,7 +239,7 @@ def _dense_mask(backend: SDPBackend, given: ContenderInputs) -> Tensor:
     """Return the mask as a bool tensor; raise ``UnsupportedContenderError`` for backends that take none."""
     if backend not in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
         raise UnsupportedContenderError("it takes only full and causal masks")
-    _check_square(given, 1 + given.q.element_size(), "its mask")
+    _check_square(given, 1 + given.q.element_size(), "mask")
     positions = torch.arange(given.config.seqlen, device=given.device)
     return add_head_dim(reference.visible(positions, positions, **given.config.reference_masks(given.device)))
 
@@ -250,7 +250,7 @@ def _check_square(given: ContenderInputs, nbytes: int, what: str) -> None:
     free = free_memory(given.device)
     if wanted > DENSE_SHARE * free:
         raise UnsupportedContenderError(
-            f"{what} would take {wanted / 1e9:.1f} GB, more than {DENSE_SHARE:.0%} of the free {free / 1e9:.1f} GB"
+            f"its {what} would take {wanted / 1e9:.1f} GB, more than {DENSE_SHARE:.0%} of the free {free / 1e9:.1f} GB"
         )
 
 

@@ -61,7 +61,7 @@ def suite(
     all_parts = list_parts(place.type)
     parts = [part for part in all_parts if (only or "") in part.name]
     if not parts:
-        raise typer.BadParameter(f"--only is {only!r}, which is in no part's name")
+        raise typer.BadParameter(f"--only is {only!r}: no part's name contains it")
     check_folder("--out", out)
     result = Result(CASE, UNITS, provenance=provenance(place))
     known = {str(row["part"]): row for row in read_earlier_rows(out, result.provenance)}

@@ -176,7 +176,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert command.resolve_ranks(None, 1, None) == 2
     assert command.resolve_ranks(4, 2, None) == 4
-    with pytest.raises(ValueError, match="--world is 8: this machine has 4 GPUs"):
+    with pytest.raises(ValueError, match="--world is 8: it must be at most 4"):
         command.resolve_ranks(8, 1, None)
     with pytest.raises(ValueError, match="--data is 3 and there are 4 ranks"):
         command.resolve_ranks(4, 3, None)
