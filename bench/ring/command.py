@@ -83,7 +83,9 @@ def ring(
     if bytes_per_second is not None and device != "cpu":
         raise typer.BadParameter("--bytes-per-second slows down only transfers on the CPU. Set --device cpu.")
     if bytes_per_second is not None and min(worlds) == 1:
-        raise typer.BadParameter("--bytes-per-second needs transfers between processes. Set --world 2 or more.")
+        raise typer.BadParameter(
+            "--world is 1: --bytes-per-second slows down transfers between processes, so take 2 or more"
+        )
     prefixes = parse_candidate_prefixes(layout, by, worlds)
     configs = []
     for ranks in worlds:

@@ -81,7 +81,7 @@ def test_address_of_rank_0(alone: None, monkeypatch: pytest.MonkeyPatch) -> None
     here, place = LaunchedRank(1, 4, 1, 4), LaunchedRank(2, 4, 0, 2)
     assert process_group._address(here) == "127.0.0.1"
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
-    with pytest.raises(ValueError, match="MASTER_ADDR is not set, but only 2 of 4 ranks"):
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set, and only 2 of 4 ranks"):
         process_group._address(place)
     for nodes, first in (
         ("gpu1,gpu2", "gpu1"),

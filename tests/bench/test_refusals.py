@@ -60,7 +60,7 @@ REFUSED = {
     "ring --seqlen 1g": "fits",
     "timeline --seqlen 1": "--seqlen is 1: it must be at least 2, a token for each rank",
     "timeline --trace /nowhere/at/all.json": "there is no folder /nowhere/at",
-    "timeline --out a.gif": "a.gif is not the name of a figure",
+    "timeline --out a.gif": "a.gif is not a figure",
     "timeline --kv-heads 3": "it must be a multiple of --kv-heads, 3",
     "timeline --seqlen 16g": "--seqlen: 17,179,869,184 tokens over 2 ranks take",
 }
