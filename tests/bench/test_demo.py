@@ -176,11 +176,11 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert command.resolve_ranks(None, 1, None) == 2
     assert command.resolve_ranks(4, 2, None) == 4
-    with pytest.raises(ValueError, match="--world is 8: this machine has 4 GPUs"):
+    with pytest.raises(ValueError, match="--world is 8: it must be at most 4"):
         command.resolve_ranks(8, 1, None)
-    with pytest.raises(ValueError, match="--data is 3 and there are 4 ranks"):
+    with pytest.raises(ValueError, match="--world is 4: it must be a multiple of --data, 3"):
         command.resolve_ranks(4, 3, None)
-    with pytest.raises(ValueError, match="rank 5 has no GPU: 8 ranks and 4 GPUs"):
+    with pytest.raises(ValueError, match="rank 5 has no GPU: start at most 4 ranks"):
         command.resolve_ranks(None, 1, ranks.LaunchedRank(rank=5, world=8, local_rank=5, local_world=8))
 
 

@@ -33,7 +33,7 @@ def test_numbers_fail_above_their_limit(value: float | None, fails: bool) -> Non
         MeasuredNumber("rate", 9.0, "GB/s", {"D": 64}),
     )
     result = case_result("a", [limited, free], {})
-    assert result.failed == [f"x (by me) is {value}, at most 1 allowed"] * fails
+    assert result.failed == [f"x (by me) is {value}. At most 1 is allowed."] * fails
     assert result.notes == ["rate: 9 GB/s"] and list(result.units)[:5] == ["number", "value", "unit", "by", "D"]
     assert result.rows[1]["D"] == 64 and "D" not in result.rows[0]
     judged = [MeasuredNumber("bar", 1.0, "times", {"verdict": verdict}) for verdict in ("reached", "missed", "reached")]

@@ -64,7 +64,7 @@ def test_columns_are_per_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([8e-3, 6e-3] * len(PHASES))  # seconds per pass with and without launches
     monkeypatch.setattr(hop_posting, "posting_seconds", lambda step, device: next(seconds))
     monkeypatch.setattr(hop_posting, "count_python_calls", lambda step: 2 * HOPS)
-    columns = {"host": pytest.approx(8e3 / HOPS), "of it Triton": pytest.approx(2e3 / HOPS), "Python calls": 2}
+    columns = {"host": pytest.approx(8e3 / HOPS), "Triton's part": pytest.approx(2e3 / HOPS), "Python calls": 2}
     shard: Any = SimpleNamespace(run=print)
     assert hop_posting.host_rows(shard, StepTimer(CPU)) == [{"phase": phase} | columns for phase in PHASES]
 

@@ -74,7 +74,7 @@ def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
             assert row["of ideal"] == pytest.approx(100 * rows[ONE_DEVICE]["time"] / 2 / row["time"])
             assert row["throughput"] == pytest.approx(2 * tokens / (row["time"] / 1e3))
     assert measure.ONE_RUN_NOTE in result.notes
-    assert f"not available: {CONTEXT_PARALLEL}: it has no sharding strategy" in ran.stdout
+    assert f"not available: {CONTEXT_PARALLEL}: it needs a GPU, because it cannot shard" in ran.stdout
     assert [note.split()[2] for note in result.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
     assert result.notes[-1].startswith("best: ")
 
@@ -276,15 +276,15 @@ def test_candidates_are_chosen_by_name() -> None:
 @pytest.mark.usefixtures("rank_zero")
 @pytest.mark.parametrize(("make", "ring_setting", "message"), [
     (candidates.ulysses, setting(AttentionConfig(64, 3, heads=8, kv_heads=8)), "heads is 8: .* of the 3 ranks"),
-    (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "one rank per GPU"),
+    (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "Ulysses needs a GPU per rank"),
     (partial(candidates.ulysses_mesh, 2), setting(AttentionConfig(64, 4, heads=3, kv_heads=3)), "may have 1, 3"),
-    (candidates.all_gather, setting(AttentionConfig(65, 2)), "65 tokens"),
-    (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "66 tokens"),
-    (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "CPU's operator"),
-    (candidates.sdpa_all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "no more threads than one rank has"),
+    (candidates.all_gather, setting(AttentionConfig(65, 2)), "multiples of 2: got 65"),
+    (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "multiples of 4: got 66"),
+    (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "uses a CPU operator"),
+    (candidates.sdpa_all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "threads than one rank, 1000000"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2)), "needs a GPU"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2, kv_heads=2), "cuda"), "as many key/value heads"),
-    (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "needs a GPU"),
+    (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "kernels need a GPU"),
     (partial(candidates.our_ring, "zigzag", backend="flash"), setting(AttentionConfig(64, 2)), "'flash' .* q on cpu"),
     (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16"), "cuda"), "is not installed"),
 ])  # fmt: skip

@@ -58,9 +58,9 @@ def test_a_written_trace_reads_back_unchanged() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"schema": "ringattn timeline 9"}, "schema is 'ringattn timeline 9': a timeline has"),
+    ({"schema": "ringattn timeline 9"}, "otherData.schema is 'ringattn timeline 9': it must be 'ringattn timeline 2'"),
     ({"source": "guessed"}, "source is 'guessed': it must be one of measured, predicted"),
-    ({"world": 1}, "an event has rank 1: it must be 0 to 0"),
+    ({"world": 1}, "an event has rank 1: it must be between 0 and 0"),
     ({"world": "2"}, "world is '2'"),
     ({"world": 1025}, "timeline.world is 1025: it must be at most 1024"),
 ])  # fmt: skip
