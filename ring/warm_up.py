@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm import Fence, Message, Slots
 from ..kernels.gpu import GpuSpec, gpu_specs
-from ..kernels.warm_up import Launch, compile_launches, meta_like, collect_launches
+from ..kernels.warm_up import Launch, collect_launches, compile_launches, meta_like
 from . import loop
 from .backends import backward_backends, forward_backends
 from .buffers import Pair, RingCall, ignore_post
