@@ -74,7 +74,7 @@ def compile_launches(launches: list[Launch], *, share: float = 0.0) -> int:
     return len(mode.future_kernels)
 
 
-class _SharedCompileMode(triton.AsyncCompileMode):
+class _SharedCompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
     """Triton's mode that compiles in threads, with a lock per kernel between the processes that share the cache."""
 
     def __init__(self, executor: ThreadPoolExecutor) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,13 +91,14 @@ def record_phase(
     """Return the launches of the forward or the backward of a call, in order."""
     plan = running.plan
     rows = plan.send_index
+    transports: Any = (_NoTransport(),) * len(running.transports)
     # bounds cache tensors, so the loops must not see the real ones
     hop_masks = tuple(tuple(part._replace(bounds=part.bounds.to(META)) for part in parts) for parts in plan.hop_masks)
     dry = replace(
         running,
         plan=replace(plan, hop_masks=hop_masks, send_index=None if rows is None else meta_like(rows)),
         phase=phase,
-        transports=(_NoTransport(),) * len(running.transports),
+        transports=transports,
         kv_slots=Slots(running.kv_slots.count, META),
         dkv_slots=Slots(max(plan.dkv_slots * len(running.chunks), 1), META),
         record_span=lambda *_: nullcontext(),
@@ -105,7 +107,7 @@ def record_phase(
         posts=[],
     )
     q, k, v = map(meta_like, (q, k, v))
-    options = {"softmax_scale": call.softmax_scale, "config": call.config}
+    options: dict[str, Any] = {"softmax_scale": call.softmax_scale, "config": call.config}
 
     def run() -> None:
         if phase == "forward":
