@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .dkdv_tile import dkdv_tile
 from .score_modifiers import (
+    TileScores,
     dropout_keep_mask,
     load_column_positions,
     load_tile_position,
@@ -33,18 +34,21 @@ from .tile_ops import (
     zero_tile,
 )
 from .tiles import (
-    LaunchShape,
+    Gradients,
+    Keys,
+    Queries,
+    TileSizes,
     clip_tile_range,
     head_column,
     head_row_offset,
     load_block_ranges,
     load_row_bounds,
-    load_tile_range,
     program_placement,
     select_head,
     tile_rows,
     visible_mask,
     visit_key_index,
+    visit_key_tile,
     visit_query_tile,
 )
 
@@ -70,47 +74,39 @@ def delta_kernel(dout, out, dlse, delta, shape, HEAD_DIM_V: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def dq_phase(
-    acc, q, dout, lse, delta, k, v, lo, hi, begin, end, unit, softmax_scale, seqlen_k, modifiers, place,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def dq_phase(acc, queries, keys, seqlen_k, scores, begin, end, sizes, MASKED: tl.constexpr):
     """Add ``dS K`` of the keys ``[begin, end)`` to the accumulator of a block of query rows.
 
-    ``unit`` converts scores to exponents of 2, and ``lse`` is in base 2.
+    ``queries`` is a tile in registers, with ``lse`` in base 2, and ``keys`` is one head.
     """
-    for start in range(begin, end, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        k_tile = load_rows(k, offs_k, seqlen_k, HEAD_DIM, MASKED)
-        positions = load_column_positions(modifiers, offs_k, seqlen_k)
-        qk, tanh = modify_scores(matmul_nt(q, k_tile), modifiers, place, positions, softmax_scale)
-        p = tl.exp2(qk * unit - lse[:, None])
-        v_tile = load_rows(v, offs_k, seqlen_k, HEAD_DIM_V, MASKED)
-        dp = matmul_nt(dout, v_tile)
-        if modifiers.counter is not None:
-            dp = tl.where(dropout_keep_mask(modifiers, place, positions, False), dp * modifiers.kept, 0.0)
-        ds = p * (dp - delta[:, None])
-        if modifiers.softcap is not None:
+    unit = score_scale_log2(scores)
+    for start in range(begin, end, sizes.BLOCK_K):
+        offs_k = start + tl.arange(0, sizes.BLOCK_K)
+        k_tile = load_rows(keys.k, offs_k, seqlen_k, sizes.HEAD_DIM, MASKED)
+        positions = load_column_positions(scores, offs_k, seqlen_k)
+        qk, tanh = modify_scores(matmul_nt(queries.q, k_tile), scores, positions)
+        p = tl.exp2(qk * unit - queries.lse[:, None])
+        v_tile = load_rows(keys.v, offs_k, seqlen_k, sizes.HEAD_DIM_V, MASKED)
+        dp = matmul_nt(queries.dout, v_tile)
+        if scores.modifiers.counter is not None:
+            dp = tl.where(dropout_keep_mask(scores, positions, False), dp * scores.modifiers.kept, 0.0)
+        ds = p * (dp - queries.delta[:, None])
+        if scores.modifiers.softcap is not None:
             ds *= 1.0 - tanh * tanh
         if MASKED:
-            ds = tl.where(visible_mask(offs_k, lo, hi), ds, 0.0)
+            ds = tl.where(visible_mask(offs_k, scores.lo, scores.hi), ds, 0.0)
         acc = matmul_accumulate(ds, k_tile, acc)
     return acc
 
 
 @triton.jit
-def dq_range(
-    acc, q, dout, lse, delta, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers, place,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, HAS_HEAD: tl.constexpr,
-):  # fmt: skip
+def dq_range(acc, queries, keys, seqlen_k, scores, key_range, sizes, HAS_HEAD: tl.constexpr):
     """Add ``dS K`` of a tile range in three phases, as in the forward."""
-    unit = score_scale_log2(modifiers, softmax_scale)
+    start, full_start, full_end, end = key_range
     if HAS_HEAD:
-        acc = dq_phase(acc, q, dout, lse, delta, k, v, lo, hi, key_range.start, key_range.full_start, unit,
-                      softmax_scale, seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
-    acc = dq_phase(acc, q, dout, lse, delta, k, v, lo, hi, key_range.full_start, key_range.full_end, unit,
-                  softmax_scale, seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
-    return dq_phase(acc, q, dout, lse, delta, k, v, lo, hi, key_range.full_end, key_range.end, unit,
-                   softmax_scale, seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+        acc = dq_phase(acc, queries, keys, seqlen_k, scores, start, full_start, sizes, True)
+    acc = dq_phase(acc, queries, keys, seqlen_k, scores, full_start, full_end, sizes, False)
+    return dq_phase(acc, queries, keys, seqlen_k, scores, full_end, end, sizes, True)
 
 
 @triton.jit
@@ -124,57 +120,49 @@ def dq_kernel(
     The result is added to ``dq_in`` if HAS_SUM and written to ``dq_out``, both ``[B, Sq, H, D]``. IN_PLACE says that
     they are the same tensor.
     """
+    queries, keys = Queries(q, dout, lse, delta), Keys(k, v)
     if shape.order.count is None:
-        batch, head, first, keys, key_range = visit_query_tile(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
-        if IN_PLACE:
-            if key_range.end <= key_range.start:  # nothing to add
-                return
-        dq_tile(dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, batch, head, first,
-                keys, key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
+        visit = visit_query_tile(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
+        if IN_PLACE and visit.column_range.end <= visit.column_range.start:  # nothing to add
+            return
+        dq_tile(queries, keys, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, visit,
+                TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K), HAS_SUM)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
-            batch, head, first, keys, key_range = visit_query_tile(index, bounds, shape, BLOCK_Q, BLOCK_K)
-            if not IN_PLACE or key_range.end > key_range.start:
-                dq_tile(dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, batch, head,
-                        first, keys, key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
+            visit = visit_query_tile(index, bounds, shape, BLOCK_Q, BLOCK_K)
+            if not IN_PLACE or visit.column_range.end > visit.column_range.start:
+                dq_tile(queries, keys, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, visit,
+                        TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K), HAS_SUM)  # fmt: skip
 
 
 @triton.jit
-def dq_tile(
-    dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers,
-    batch, head, first, keys, key_range,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_SUM: tl.constexpr,
-):  # fmt: skip
+def dq_tile(queries, keys, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, visit, sizes, HAS_SUM: tl.constexpr):
     """Compute dQ of BLOCK_Q rows: queries of one head or, packed, of all query heads of one key head."""
-    seqlen_k = shape.columns
-    if bounds.seqused_k is not None:
-        shape = LaunchShape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
-    offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)
-    lo, hi = load_row_bounds(bounds, offs_q, shape)
+    batch, head = visit.batch, visit.head
+    offs_q, heads = tile_rows(visit.first, head, shape, sizes.BLOCK_Q)
+    lo, hi = load_row_bounds(bounds, offs_q, shape.rows, visit.keys)
     row, column = head_row_offset(batch, heads, shape), head_column(heads, shape)
-    lse_tile = load_lse_log2(lse + row, offs_q, shape.rows)
-    delta_tile = tl.load(delta + row + offs_q, mask=offs_q < shape.rows, other=0.0)
-    q_tile = load_rows(select_head(q, batch, column), offs_q, shape.rows, HEAD_DIM, True)
-    dout_tile = load_rows(select_head(dout, batch, column), offs_q, shape.rows, HEAD_DIM_V, True)
-    place = load_tile_position(modifiers, offs_q, shape.rows, batch, column, shape.heads)
-    k, v = select_head(k, batch, head // shape.group), select_head(v, batch, head // shape.group)
+    lse = load_lse_log2(queries.lse + row, offs_q, shape.rows)
+    delta = tl.load(queries.delta + row + offs_q, mask=offs_q < shape.rows, other=0.0)
+    q = load_rows(select_head(queries.q, batch, column), offs_q, shape.rows, sizes.HEAD_DIM, True)
+    dout = load_rows(select_head(queries.dout, batch, column), offs_q, shape.rows, sizes.HEAD_DIM_V, True)
+    queries = Queries(q, dout, lse, delta)
+    place = load_tile_position(modifiers, offs_q, shape.rows, batch, column)
+    scores = TileScores(lo, hi, place, modifiers, softmax_scale)
+    keys = Keys(select_head(keys.k, batch, head // shape.group), select_head(keys.v, batch, head // shape.group))
 
-    acc = zero_tile(BLOCK_Q, HEAD_DIM)
+    acc = zero_tile(sizes.BLOCK_Q, sizes.HEAD_DIM)
     if bounds.block_sparse is None:
-        acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, key_range, softmax_scale, seqlen_k,
-                       modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
+        acc = dq_range(acc, queries, keys, shape.columns, scores, visit.column_range, sizes, bounds.lo is not None)
     else:
-        first_range, end_range = load_block_ranges(bounds.block_sparse, first, shape)
+        first_range, end_range = load_block_ranges(bounds.block_sparse, visit.first, shape)
         for index in range(first_range, end_range):
-            acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi,
-                           clip_tile_range(bounds.block_sparse, index, key_range), softmax_scale, seqlen_k, modifiers,
-                           place,
-                           HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
+            key_range = clip_tile_range(bounds.block_sparse, index, visit.column_range)
+            acc = dq_range(acc, queries, keys, shape.columns, scores, key_range, sizes, bounds.lo is not None)
     acc = scale_tile(acc, softmax_scale)
     if HAS_SUM:  # load the sum last, because the loop needs the registers
-        acc = add_tiles(acc, load_rows(select_head(dq_in, batch, column), offs_q, shape.rows, HEAD_DIM, True))
-    store_rows(select_head(dq_out, batch, column), acc, offs_q, shape.rows, HEAD_DIM)
+        acc = add_tiles(acc, load_rows(select_head(dq_in, batch, column), offs_q, shape.rows, sizes.HEAD_DIM, True))
+    store_rows(select_head(dq_out, batch, column), acc, offs_q, shape.rows, sizes.HEAD_DIM)
 
 
 @triton.jit
@@ -188,21 +176,20 @@ def dkdv_kernel(
     ``shape.rows`` counts keys, ``shape.columns`` counts queries, and ``bounds`` is transposed. The results are added to
     ``dk_in`` and ``dv_in`` if HAS_SUM. With ``shape.splits`` the outputs are the parts that `reduce_kernel` adds.
     """
+    queries, keys = Queries(q, dout, lse, delta), Keys(k, v)
+    gradients = Gradients(None, None, None, dk_in, dv_in, dk_out, dv_out)
     if shape.order.count is None:
-        batch, head, first, keys, query_range = visit_key_index(tl.program_id(0), bounds, shape, BLOCK_K, BLOCK_Q)
-        if IN_PLACE:
-            if query_range.end <= query_range.start:  # nothing to add
-                return
-        dkdv_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape,
-                 softmax_scale, modifiers, batch, head, first, keys, query_range,
-                 HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, False)  # fmt: skip
+        visit = visit_key_index(tl.program_id(0), bounds, shape, BLOCK_K, BLOCK_Q)
+        if IN_PLACE and visit.column_range.end <= visit.column_range.start:  # nothing to add
+            return
+        dkdv_tile(queries, keys, gradients, bounds, shape, softmax_scale, modifiers, visit,
+                  TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K), HAS_SUM, IN_PLACE, False)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
-            batch, head, first, keys, query_range = visit_key_index(index, bounds, shape, BLOCK_K, BLOCK_Q)
-            if not IN_PLACE or query_range.end > query_range.start:
-                dkdv_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape,
-                         softmax_scale, modifiers, batch, head, first, keys, query_range,
-                         HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, False)  # fmt: skip
+            visit = visit_key_index(index, bounds, shape, BLOCK_K, BLOCK_Q)
+            if not IN_PLACE or visit.column_range.end > visit.column_range.start:
+                dkdv_tile(queries, keys, gradients, bounds, shape, softmax_scale, modifiers, visit,
+                          TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K), HAS_SUM, IN_PLACE, False)  # fmt: skip
 
 
 @triton.jit
@@ -217,17 +204,13 @@ def reduce_kernel(
     tile of keys that no query sees.
     """
     tile, batch, head = program_placement(shape, BLOCK_ROWS)
-    seqlen_k = shape.rows
     if IN_PLACE:
-        if bounds.seqused_k is not None:
-            keys = tl.load(bounds.seqused_k + batch)
-            shape = LaunchShape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
-        start, _, _, end = load_tile_range(bounds, tile * BLOCK_ROWS // BLOCK_K * BLOCK_K, shape, BLOCK_K, BLOCK_Q)
-        if end <= start:
+        visit = visit_key_tile(tile * BLOCK_ROWS // BLOCK_K, batch, head, bounds, shape, BLOCK_K, BLOCK_Q)
+        if visit.column_range.end <= visit.column_range.start:
             return
     offs_k = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    sum_splits(dk_parts, dk_in, dk_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM, BLOCK_ROWS, HAS_SUM)
-    sum_splits(dv_parts, dv_in, dv_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM_V, BLOCK_ROWS, HAS_SUM)
+    sum_splits(dk_parts, dk_in, dk_out, offs_k, shape.rows, batch, head, shape.splits, HEAD_DIM, BLOCK_ROWS, HAS_SUM)
+    sum_splits(dv_parts, dv_in, dv_out, offs_k, shape.rows, batch, head, shape.splits, HEAD_DIM_V, BLOCK_ROWS, HAS_SUM)
 
 
 @triton.jit

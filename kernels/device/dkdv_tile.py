@@ -7,6 +7,7 @@ import triton.language as tl
 
 from .dq_sum import add_to_dq, make_dq_turn
 from .score_modifiers import (
+    TileScores,
     dropout_keep_mask,
     load_column_positions,
     load_tile_position,
@@ -24,113 +25,107 @@ from .tile_ops import (
     store_rows,
     zero_tile,
 )
-from .tiles import LaunchShape, clip_tile_range, load_block_ranges, load_row_bounds, select_head, visible_mask
+from .tiles import Keys, Queries, clip_tile_range, load_block_ranges, load_row_bounds, select_head, visible_mask
 
 
 @triton.jit
-def dkdv_phase(
-    dk, dv, k, v, q, dout, lse, delta, lo, hi, begin, end, softmax_scale, seqlen_q, modifiers, place,
-    dq, box, turns, turn,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Add ``dS^T Q`` and ``P^T dO`` of the queries ``[begin, end)`` of one head to the sums of a block of keys.
+def dkdv_phase(dk, dv, keys, queries, seqlen_q, scores, query_range, gradients, turn, sizes, MASKED: tl.constexpr):
+    """Add ``dS^T Q`` and ``P^T dO`` of a tile range of queries to the sums of a block of keys.
 
-    If ``dq`` is given, also add ``scale * dS K`` to it.
+    ``keys`` is a tile in registers, and ``queries`` is one head. If ``gradients`` has dQ, also add ``scale * dS K``.
     """
-    unit = score_scale_log2(modifiers, softmax_scale)
-    for start in range(begin, end, BLOCK_Q):
-        offs_q = start + tl.arange(0, BLOCK_Q)
-        if dq is None:
-            q_tile = load_rows(q, offs_q, seqlen_q, HEAD_DIM, True)
+    unit = score_scale_log2(scores)
+    for start in range(query_range.start, query_range.end, sizes.BLOCK_Q):
+        offs_q = start + tl.arange(0, sizes.BLOCK_Q)
+        if gradients.dq is None:
+            q_tile = load_rows(queries.q, offs_q, seqlen_q, sizes.HEAD_DIM, True)
         else:  # addresses take fewer registers, which dQ needs
-            q_tile = load_tile(q, start, seqlen_q, BLOCK_Q, HEAD_DIM)
-        lse_tile = load_lse_log2(lse, offs_q, seqlen_q)  # +inf past the end, so that those rows add nothing
-        positions = load_column_positions(modifiers, offs_q, seqlen_q)
-        qk, tanh = modify_scores(matmul_nt(k, q_tile), modifiers, place, positions, softmax_scale)
+            q_tile = load_tile(queries.q, start, seqlen_q, sizes.BLOCK_Q, sizes.HEAD_DIM)
+        lse_tile = load_lse_log2(queries.lse, offs_q, seqlen_q)  # +inf past the end, so that those rows add nothing
+        positions = load_column_positions(scores, offs_q, seqlen_q)
+        qk, tanh = modify_scores(matmul_nt(keys.k, q_tile), scores, positions)
         p = tl.exp2(qk * unit - lse_tile[None, :])
         if MASKED:
-            p = tl.where(visible_mask(offs_q, lo, hi), p, 0.0)
-        if dq is None:
-            dout_tile = load_rows(dout, offs_q, seqlen_q, HEAD_DIM_V, True)
+            p = tl.where(visible_mask(offs_q, scores.lo, scores.hi), p, 0.0)
+        if gradients.dq is None:
+            dout_tile = load_rows(queries.dout, offs_q, seqlen_q, sizes.HEAD_DIM_V, True)
         else:
-            dout_tile = load_tile(dout, start, seqlen_q, BLOCK_Q, HEAD_DIM_V)
-        if modifiers.counter is None:
+            dout_tile = load_tile(queries.dout, start, seqlen_q, sizes.BLOCK_Q, sizes.HEAD_DIM_V)
+        if scores.modifiers.counter is None:
             dv = matmul_accumulate(p, dout_tile, dv)
         else:
-            keep = dropout_keep_mask(modifiers, place, positions, True)
+            keep = dropout_keep_mask(scores, positions, True)
             dv = matmul_accumulate(tl.where(keep, p, 0.0), dout_tile, dv)
-        if dq is None or modifiers.counter is not None:
-            dp = matmul_nt(v, dout_tile)
-            if modifiers.counter is not None:
-                dp = tl.where(keep, dp * modifiers.kept, 0.0)
-            delta_tile = tl.load(delta + offs_q, mask=offs_q < seqlen_q, other=0.0)
+        if gradients.dq is None or scores.modifiers.counter is not None:
+            dp = matmul_nt(keys.v, dout_tile)
+            if scores.modifiers.counter is not None:
+                dp = tl.where(keep, dp * scores.modifiers.kept, 0.0)
+            delta_tile = tl.load(queries.delta + offs_q, mask=offs_q < seqlen_q, other=0.0)
             ds = p * (dp - delta_tile[None, :])
         else:  # start the accumulator at -delta, which saves its registers
-            delta_tile = tl.load(delta + offs_q, mask=offs_q < seqlen_q, other=0.0)
-            ds = p * matmul_nt(v, dout_tile, tl.broadcast_to(-delta_tile[None, :], p.shape))
-        if modifiers.softcap is not None:
+            delta_tile = tl.load(queries.delta + offs_q, mask=offs_q < seqlen_q, other=0.0)
+            ds = p * matmul_nt(keys.v, dout_tile, tl.broadcast_to(-delta_tile[None, :], p.shape))
+        if scores.modifiers.softcap is not None:
             ds *= 1.0 - tanh * tanh
         dk = matmul_accumulate(ds, q_tile, dk)
-        if dq is not None:
-            add_to_dq(dq, box, turns, turn, ds, k, start, seqlen_q, softmax_scale, HEAD_DIM)
+        if gradients.dq is not None:
+            add_to_dq(gradients, turn, ds, keys.k, start, seqlen_q, scores.softmax_scale, sizes.HEAD_DIM)
     return dk, dv
 
 
 @triton.jit
 def dkdv_tile(
-    dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale, modifiers,
-    batch, head, first, keys, query_range,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    queries, keys, gradients, bounds, shape, softmax_scale, modifiers, visit, sizes,
     HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of BLOCK_K keys of one key head over its query heads in order; add their part of dQ to ``dq``.
+    """Compute dK and dV of BLOCK_K keys of one key head over its query heads in order; add their part of dQ.
 
     There is one loop, masked or not, because three phases spill here. With ``shape.splits`` programs per key head, each
-    program writes the sum over its own query heads, and `reduce_kernel` adds these parts. If ``dk_out`` and ``dv_out``
-    are TMA descriptors, TMA stores the results. RAGGED says that the last tile has keys past the end, which must be
-    masked. IN_PLACE says that the sums are updated in place.
+    program writes the sum over its own query heads, and `reduce_kernel` adds these parts. If dK and dV are TMA
+    descriptors, TMA stores the results. RAGGED says that the last tile has keys past the end, which must be masked.
+    IN_PLACE says that the sums are updated in place.
     """
-    tile, tiles = first // BLOCK_K, tl.cdiv(shape.rows, BLOCK_K)
-    seqlen_k = shape.rows
-    if bounds.seqused_k is not None:
-        shape = LaunchShape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
-    offs_k = first + tl.arange(0, BLOCK_K)
-    lo, hi = load_row_bounds(bounds, offs_k, shape)
+    batch, head, first, seqlen_k = visit.batch, visit.head, visit.first, shape.rows
+    offs_k = first + tl.arange(0, sizes.BLOCK_K)
+    lo, hi = load_row_bounds(bounds, offs_k, visit.keys, shape.columns)
     head_k = head if shape.splits is None else head // shape.splits
-    k_tile = load_rows(select_head(k, batch, head_k), offs_k, seqlen_k, HEAD_DIM, True)
-    v_tile = load_rows(select_head(v, batch, head_k), offs_k, seqlen_k, HEAD_DIM_V, True)
+    k = load_rows(select_head(keys.k, batch, head_k), offs_k, seqlen_k, sizes.HEAD_DIM, True)
+    keys = Keys(k, load_rows(select_head(keys.v, batch, head_k), offs_k, seqlen_k, sizes.HEAD_DIM_V, True))
 
-    dk, dv = zero_tile(BLOCK_K, HEAD_DIM), zero_tile(BLOCK_K, HEAD_DIM_V)
+    dk, dv = zero_tile(sizes.BLOCK_K, sizes.HEAD_DIM), zero_tile(sizes.BLOCK_K, sizes.HEAD_DIM_V)
     MASKED: tl.constexpr = bounds.lo is not None or bounds.seqused_k is not None or RAGGED
     for member in range(shape.group):
         head_q = head * shape.group + member
         row = (batch * shape.heads * shape.group + head_q) * shape.columns
-        place = load_tile_position(modifiers, offs_k, seqlen_k, batch, head_q, shape.heads * shape.group)
-        q_head, dout_head = select_head(q, batch, head_q), select_head(dout, batch, head_q)
-        adds = make_dq_turn(dq, turns, tile, tiles, batch, head_q, shape.heads * shape.group, shape.columns, BLOCK_Q)
+        place = load_tile_position(modifiers, offs_k, seqlen_k, batch, head_q)
+        scores = TileScores(lo, hi, place, modifiers, softmax_scale)
+        q_head, dout_head = select_head(queries.q, batch, head_q), select_head(queries.dout, batch, head_q)
+        query_head = Queries(q_head, dout_head, queries.lse + row, queries.delta + row)
+        turn = make_dq_turn(gradients, visit, head_q, shape, sizes)
         if bounds.block_sparse is None:
-            dk, dv = dkdv_phase(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi,
-                               query_range.start, query_range.end, softmax_scale, shape.columns, modifiers, place, dq,
-                               box, turns, adds, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
+            dk, dv = dkdv_phase(
+                dk, dv, keys, query_head, shape.columns, scores, visit.column_range, gradients, turn, sizes, MASKED
+            )
         else:
             first_range, end_range = load_block_ranges(bounds.block_sparse, first, shape)
             for index in range(first_range, end_range):
-                visits = clip_tile_range(bounds.block_sparse, index, query_range)
-                dk, dv = dkdv_phase(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi,
-                                   visits.start, visits.end, softmax_scale, shape.columns, modifiers, place, dq, box,
-                                   turns, adds, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
+                query_range = clip_tile_range(bounds.block_sparse, index, visit.column_range)
+                dk, dv = dkdv_phase(
+                    dk, dv, keys, query_head, shape.columns, scores, query_range, gradients, turn, sizes, MASKED
+                )
     dk = scale_tile(dk, softmax_scale)
     if modifiers.counter is not None:
         dv = scale_tile(dv, modifiers.kept)
+    dk_in, dv_in, dk_out, dv_out = gradients.dk_in, gradients.dv_in, gradients.dk_out, gradients.dv_out
     if isinstance(dk_out, tl.tensor_descriptor):
         store_by_tma(dk[0], dk_in, dk_out, batch, head, first, HAS_SUM, IN_PLACE)
         store_by_tma(dv[0], dv_in, dv_out, batch, head, first, HAS_SUM, IN_PLACE)
     else:
         if HAS_SUM:  # load the sums last, because the loop needs the registers
-            dk = add_tiles(dk, load_rows(select_head(dk_in, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
-            dv = add_tiles(dv, load_rows(select_head(dv_in, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True))
-        store_rows(select_head(dk_out, batch, head), dk, offs_k, seqlen_k, HEAD_DIM)
-        store_rows(select_head(dv_out, batch, head), dv, offs_k, seqlen_k, HEAD_DIM_V)
+            dk = add_tiles(dk, load_rows(select_head(dk_in, batch, head), offs_k, seqlen_k, sizes.HEAD_DIM, True))
+            dv = add_tiles(dv, load_rows(select_head(dv_in, batch, head), offs_k, seqlen_k, sizes.HEAD_DIM_V, True))
+        store_rows(select_head(dk_out, batch, head), dk, offs_k, seqlen_k, sizes.HEAD_DIM)
+        store_rows(select_head(dv_out, batch, head), dv, offs_k, seqlen_k, sizes.HEAD_DIM_V)
 
 
 @triton.jit

@@ -35,47 +35,48 @@ class DqTurn(NamedTuple):
 
 
 @triton.jit
-def make_dq_turn(dq, turns, tile, tiles, batch, head, heads, seqlen_q, BLOCK_Q: tl.constexpr):
-    """Return the ``DqTurn`` of key tile ``tile`` for a query head; 0 if the kernel does not compute dQ."""
-    if dq is None:
+def make_dq_turn(gradients, visit, head, shape, sizes):
+    """Return the ``DqTurn`` of a key tile for a query head; 0 if the kernel does not compute dQ."""
+    if gradients.dq is None:
         return 0
     else:
-        query_tiles = tl.cdiv(seqlen_q, BLOCK_Q)
-        gates = (batch * heads + head) * query_tiles
+        tile, query_tiles = visit.first // sizes.BLOCK_K, tl.cdiv(shape.columns, sizes.BLOCK_Q)
+        gates = (visit.batch * (shape.heads * shape.group) + head) * query_tiles
         numbers = tl.cast(tile, tl.int64) * query_tiles
-        if turns.numbers is not None:
-            numbers += batch * turns.stride
-        return DqTurn(batch, head, gates, numbers, tiles - 1 - tile)
+        if gradients.turns.numbers is not None:
+            numbers += visit.batch * gradients.turns.stride
+        return DqTurn(visit.batch, head, gates, numbers, tl.cdiv(shape.rows, sizes.BLOCK_K) - 1 - tile)
 
 
 @triton.jit
-def add_to_dq(dq, box, turns, turn, ds, k, start, seqlen_q, softmax_scale, HEAD_DIM: tl.constexpr):
+def add_to_dq(gradients, turn, ds, k, start, seqlen_q, softmax_scale, HEAD_DIM: tl.constexpr):
     """Add ``softmax_scale * ds^T k`` to the query rows from ``start``, where ``ds`` is ``[keys, queries]``.
 
-    TMA adds if ``box``, a descriptor of dQ in tiles ``[1, BLOCK_Q, 1, D]``, is given; otherwise atomics do. The product
-    is computed as ``k^T ds``, because the columns of k fill the rows of a wgmma even if a tile has few queries.
+    TMA adds if ``gradients`` has a descriptor of dQ; otherwise atomics do. The product is computed as ``k^T ds``,
+    because the columns of k fill the rows of a wgmma even if a tile has few queries.
     """
     query_tile = start // ds.shape[1]
     ds = ds.to(k[0].dtype)
     first = dot(tl.trans(k[0]), ds, None) * softmax_scale
-    if turns.gates is not None:
-        wait_for_turn(turns, turn, query_tile)
-    add_dq_part(dq, box, turn, first, start, seqlen_q, 0, HEAD_DIM)
+    if gradients.turns.gates is not None:
+        wait_for_turn(gradients.turns, turn, query_tile)
+    add_dq_part(gradients, turn, first, start, seqlen_q, 0, HEAD_DIM)
     if len(k) == 2:
         second = dot(tl.trans(k[1]), ds, None) * softmax_scale
-        add_dq_part(dq, box, turn, second, start, seqlen_q, first_part_width(HEAD_DIM), HEAD_DIM)
-    if turns.gates is not None:
-        end_turn(turns, box, turn, query_tile)
+        add_dq_part(gradients, turn, second, start, seqlen_q, first_part_width(HEAD_DIM), HEAD_DIM)
+    if gradients.turns.gates is not None:
+        end_turn(gradients, turn, query_tile)
 
 
 @triton.jit
-def add_dq_part(dq, box, turn, value, start, seqlen_q, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr):
+def add_dq_part(gradients, turn, value, start, seqlen_q, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Add ``value [columns, rows]`` to the columns of dQ from BEGIN, in the query rows from ``start``."""
     WIDTH: tl.constexpr = value.shape[0]
     ROWS: tl.constexpr = value.shape[1]
-    if box is not None:
+    dq = gradients.dq
+    if gradients.dq_box is not None:
         offsets = [turn.batch.to(tl.int32), start, turn.head.to(tl.int32), BEGIN]
-        box.atomic_add(offsets, tl.trans(value).reshape(1, ROWS, 1, WIDTH))
+        gradients.dq_box.atomic_add(offsets, tl.trans(value).reshape(1, ROWS, 1, WIDTH))
     else:
         rows, offs_d = tl.arange(0, ROWS)[None, :], BEGIN + tl.arange(0, WIDTH)[:, None]
         inside = rows < seqlen_q - start
@@ -97,11 +98,11 @@ def wait_for_turn(turns, turn, query_tile):
 
 
 @triton.jit
-def end_turn(turns, box, turn, query_tile):
+def end_turn(gradients, turn, query_tile):
     """Let the next key tile add to a query tile."""
-    if box is not None:  # wait until TMA has added to global memory, not only read shared memory
+    if gradients.dq_box is not None:  # wait until TMA has added to global memory, not only read shared memory
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
     tl.debug_barrier()  # all threads must have added before the counter is raised
-    tl.atomic_add(turns.gates + turn.done_offset + query_tile, 1, sem="release")
+    tl.atomic_add(gradients.turns.gates + turn.done_offset + query_tile, 1, sem="release")

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from .score_modifiers import (
+    TileScores,
     dropout_keep_mask,
     load_column_positions,
     load_tile_position,
@@ -33,7 +34,8 @@ from .tile_ops import add_tiles, divide_tile, load_rows, matmul_accumulate, matm
 from .tiles import (
     LN_2,
     LOG2_E,
-    LaunchShape,
+    Keys,
+    TileSizes,
     clip_tile_range,
     head_column,
     head_row_offset,
@@ -47,21 +49,19 @@ from .tiles import (
 
 
 @triton.jit
-def forward_phase(
-    acc, l_i, m_i, q, k, v, lo, hi, begin, end, unit, softmax_scale, seqlen_k, modifiers, place,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def forward_phase(acc, l_i, m_i, q, keys, seqlen_k, scores, begin, end, sizes, MASKED: tl.constexpr):
     """Add the keys ``[begin, end)`` to the online softmax state (acc, l, m) of a block of query rows.
 
-    ``q`` is a tile in registers, and ``k`` and ``v`` are one head. ``unit`` converts scores to exponents of 2.
+    ``q`` is a tile in registers, and ``keys`` is one head.
     """
-    for start in range(begin, end, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        k_tile = load_rows(k, offs_k, seqlen_k, HEAD_DIM, MASKED)
-        positions = load_column_positions(modifiers, offs_k, seqlen_k)
-        qk, _ = modify_scores(matmul_nt(q, k_tile), modifiers, place, positions, softmax_scale)
+    unit = score_scale_log2(scores)
+    for start in range(begin, end, sizes.BLOCK_K):
+        offs_k = start + tl.arange(0, sizes.BLOCK_K)
+        k_tile = load_rows(keys.k, offs_k, seqlen_k, sizes.HEAD_DIM, MASKED)
+        positions = load_column_positions(scores, offs_k, seqlen_k)
+        qk, _ = modify_scores(matmul_nt(q, k_tile), scores, positions)
         if MASKED:
-            qk = tl.where(visible_mask(offs_k, lo, hi), qk, float("-inf"))
+            qk = tl.where(visible_mask(offs_k, scores.lo, scores.hi), qk, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1) * unit)
         if MASKED:  # keep the pivot finite: a row that has seen no key would compute inf - inf
             pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -70,32 +70,22 @@ def forward_phase(
         p = tl.exp2(qk * unit - pivot[:, None])
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
-        if modifiers.counter is not None:  # after the sum, because lse covers dropped weights, too
-            p = tl.where(dropout_keep_mask(modifiers, place, positions, False), p, 0.0)
-        v_tile = load_rows(v, offs_k, seqlen_k, HEAD_DIM_V, MASKED)
+        if scores.modifiers.counter is not None:  # after the sum, because lse covers dropped weights, too
+            p = tl.where(dropout_keep_mask(scores, positions, False), p, 0.0)
+        v_tile = load_rows(keys.v, offs_k, seqlen_k, sizes.HEAD_DIM_V, MASKED)
         acc = matmul_accumulate(p, v_tile, scale_tile(acc, alpha[:, None]))
         m_i = m_new
     return acc, l_i, m_i
 
 
 @triton.jit
-def forward_range(
-    acc, l_i, m_i, q, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers, place,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, HAS_HEAD: tl.constexpr,
-):  # fmt: skip
+def forward_range(acc, l_i, m_i, q, keys, seqlen_k, scores, key_range, sizes, HAS_HEAD: tl.constexpr):
     """Add a tile range to the state in three phases: masked head, full middle, masked tail."""
-    unit = score_scale_log2(modifiers, softmax_scale)
+    start, full_start, full_end, end = key_range
     if HAS_HEAD:
-        acc, l_i, m_i = forward_phase(
-            acc, l_i, m_i, q, k, v, lo, hi, key_range.start, key_range.full_start, unit, softmax_scale,
-            seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True,
-        )  # fmt: skip
-    acc, l_i, m_i = forward_phase(
-        acc, l_i, m_i, q, k, v, lo, hi, key_range.full_start, key_range.full_end, unit, softmax_scale,
-        seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False,
-    )  # fmt: skip
-    return forward_phase(acc, l_i, m_i, q, k, v, lo, hi, key_range.full_end, key_range.end, unit, softmax_scale,
-                seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+        acc, l_i, m_i = forward_phase(acc, l_i, m_i, q, keys, seqlen_k, scores, start, full_start, sizes, True)
+    acc, l_i, m_i = forward_phase(acc, l_i, m_i, q, keys, seqlen_k, scores, full_start, full_end, sizes, False)
+    return forward_phase(acc, l_i, m_i, q, keys, seqlen_k, scores, full_end, end, sizes, True)
 
 
 @triton.jit
@@ -125,53 +115,49 @@ def forward_kernel(
     then stay unchanged. A persistent program takes several tiles.
     """
     if shape.order.count is None:
-        batch, head, first, keys, key_range = visit_query_tile(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
-        if IN_PLACE:
-            if key_range.end <= key_range.start:
-                return
-        forward_tile(q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first, keys,
-                     key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_STATE)  # fmt: skip
+        visit = visit_query_tile(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
+        if IN_PLACE and visit.column_range.end <= visit.column_range.start:
+            return
+        forward_tile(q, Keys(k, v), state, out, lse, bounds, shape, softmax_scale, modifiers, visit,
+                     TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K), HAS_STATE)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
-            batch, head, first, keys, key_range = visit_query_tile(index, bounds, shape, BLOCK_Q, BLOCK_K)
-            if not IN_PLACE or key_range.end > key_range.start:  # Triton has no return inside a loop
-                forward_tile(q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first,
-                             keys, key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_STATE)  # fmt: skip
+            visit = visit_query_tile(index, bounds, shape, BLOCK_Q, BLOCK_K)
+            # Triton has no return inside a loop
+            if not IN_PLACE or visit.column_range.end > visit.column_range.start:
+                forward_tile(q, Keys(k, v), state, out, lse, bounds, shape, softmax_scale, modifiers, visit,
+                             TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K), HAS_STATE)  # fmt: skip
 
 
 @triton.jit
 def forward_tile(
-    q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first, keys, key_range,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-):  # fmt: skip
+    q, keys, state, out, lse, bounds, shape, softmax_scale, modifiers, visit, sizes, HAS_STATE: tl.constexpr
+):
     """Compute out and lse of BLOCK_Q rows: queries of one head or, packed, of all query heads of one key head."""
-    seqlen_k = shape.columns
-    if bounds.seqused_k is not None:
-        shape = LaunchShape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
-    offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)
-    lo, hi = load_row_bounds(bounds, offs_q, shape)
+    batch, head = visit.batch, visit.head
+    offs_q, heads = tile_rows(visit.first, head, shape, sizes.BLOCK_Q)
+    lo, hi = load_row_bounds(bounds, offs_q, shape.rows, visit.keys)
     column = head_column(heads, shape)
     lse_ptrs = lse + head_row_offset(batch, heads, shape) + offs_q
 
-    acc = zero_tile(BLOCK_Q, HEAD_DIM_V)
-    l_i = tl.zeros([BLOCK_Q], tl.float32)
+    acc = zero_tile(sizes.BLOCK_Q, sizes.HEAD_DIM_V)
+    l_i = tl.zeros([sizes.BLOCK_Q], tl.float32)
     m_i = l_i - float("inf")
-    q_tile = load_rows(select_head(q, batch, column), offs_q, shape.rows, HEAD_DIM, True)
-    place = load_tile_position(modifiers, offs_q, shape.rows, batch, column, shape.heads)
-    k, v = select_head(k, batch, head // shape.group), select_head(v, batch, head // shape.group)
+    q_tile = load_rows(select_head(q, batch, column), offs_q, shape.rows, sizes.HEAD_DIM, True)
+    place = load_tile_position(modifiers, offs_q, shape.rows, batch, column)
+    scores = TileScores(lo, hi, place, modifiers, softmax_scale)
+    keys = Keys(select_head(keys.k, batch, head // shape.group), select_head(keys.v, batch, head // shape.group))
     if bounds.block_sparse is None:
         acc, l_i, m_i = forward_range(
-            acc, l_i, m_i, q_tile, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers,
-            place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None,
-        )  # fmt: skip
+            acc, l_i, m_i, q_tile, keys, shape.columns, scores, visit.column_range, sizes, bounds.lo is not None
+        )
     else:
-        first_range, end_range = load_block_ranges(bounds.block_sparse, first, shape)
+        first_range, end_range = load_block_ranges(bounds.block_sparse, visit.first, shape)
         for index in range(first_range, end_range):
-            acc, l_i, m_i = forward_range(acc, l_i, m_i, q_tile, k, v, lo, hi,
-                                       clip_tile_range(bounds.block_sparse, index, key_range), softmax_scale, seqlen_k,
-                                       modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K,
-                                       bounds.lo is not None)  # fmt: skip
+            key_range = clip_tile_range(bounds.block_sparse, index, visit.column_range)
+            acc, l_i, m_i = forward_range(
+                acc, l_i, m_i, q_tile, keys, shape.columns, scores, key_range, sizes, bounds.lo is not None
+            )
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that has seen no key gets out = 0, lse = -inf
     if modifiers.counter is not None:
@@ -180,7 +166,7 @@ def forward_tile(
     new_lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.log2(l_safe)) * LN_2)
     if HAS_STATE:
         acc, new_lse = merge_state(
-            acc, new_lse, select_head(state, batch, column), lse_ptrs, offs_q, shape.rows, HEAD_DIM_V
+            acc, new_lse, select_head(state, batch, column), lse_ptrs, offs_q, shape.rows, sizes.HEAD_DIM_V
         )
     tl.store(lse_ptrs, new_lse, mask=offs_q < shape.rows)
-    store_rows(select_head(out, batch, column), acc, offs_q, shape.rows, HEAD_DIM_V)
+    store_rows(select_head(out, batch, column), acc, offs_q, shape.rows, sizes.HEAD_DIM_V)

@@ -67,8 +67,19 @@ class TilePosition(NamedTuple):
     seed: Any
 
 
+class TileScores(NamedTuple):
+    """Mask and modifiers of the scores of a tile of rows; row r sees the columns ``[lo[r], hi[r])``."""
+
+    lo: Any
+    hi: Any
+    place: Any
+    """``TilePosition``, or 0 if no modifier needs it."""
+    modifiers: Any
+    softmax_scale: Any
+
+
 @triton.jit
-def load_tile_position(modifiers, offs, limit, batch, head, heads):
+def load_tile_position(modifiers, offs, limit, batch, head):
     """Load the position of a tile with the rows ``offs``; return 0 if no modifier needs it."""
     if modifiers.rows is None:
         return 0
@@ -92,38 +103,38 @@ def join_halves(low, high):
 
 
 @triton.jit
-def load_column_positions(modifiers, offs, limit):
+def load_column_positions(scores, offs, limit):
     """Load the positions of the columns ``offs``; return 0 if no modifier needs them."""
-    if modifiers.columns is None:
+    if scores.modifiers.columns is None:
         return 0
     else:
-        return tl.load(modifiers.columns + offs, mask=offs < limit, other=0)
+        return tl.load(scores.modifiers.columns + offs, mask=offs < limit, other=0)
 
 
 @triton.jit
-def score_scale_log2(modifiers, softmax_scale):
+def score_scale_log2(scores):
     """Return the factor that turns scores into exponents of 2; modified scores already include the softmax scale."""
-    if modifiers.softcap is None and modifiers.rows is None:
-        return softmax_scale * LOG2_E
+    if scores.modifiers.softcap is None and scores.modifiers.rows is None:
+        return scores.softmax_scale * LOG2_E
     else:
         return LOG2_E
 
 
 @triton.jit
-def modify_scores(qk, modifiers, place, positions, softmax_scale):
+def modify_scores(qk, scores, positions):
     """Return ``cap * tanh(scale * qk / cap) - slope * |p_q - p_k|`` and the tanh, which the backward needs.
 
     Without a softcap the tanh is ``qk``, and the scale is applied here only if there are per-row modifiers.
     """
     tanh = qk
-    if modifiers.softcap is not None:
-        tanh = tanh_with_series(qk * (softmax_scale / modifiers.softcap))
-        qk = tanh * modifiers.softcap
-    elif modifiers.rows is not None:
-        qk = qk * softmax_scale
-    if modifiers.slopes is not None:
-        distance = tl.abs(place.positions[:, None] - positions[None, :])
-        qk -= place.slope * distance.to(tl.float32)
+    if scores.modifiers.softcap is not None:
+        tanh = tanh_with_series(qk * (scores.softmax_scale / scores.modifiers.softcap))
+        qk = tanh * scores.modifiers.softcap
+    elif scores.modifiers.rows is not None:
+        qk = qk * scores.softmax_scale
+    if scores.modifiers.slopes is not None:
+        distance = tl.abs(scores.place.positions[:, None] - positions[None, :])
+        qk -= scores.place.slope * distance.to(tl.float32)
     return qk, tanh
 
 
@@ -138,11 +149,12 @@ def tanh_with_series(x):
 
 
 @triton.jit
-def dropout_keep_mask(modifiers, place, positions, ROWS_ARE_KEYS: tl.constexpr):
+def dropout_keep_mask(scores, positions, ROWS_ARE_KEYS: tl.constexpr):
     """Return the weights ``[rows, columns]`` that dropout keeps, by philox4x32-10 (Salmon et al., SC11)."""
+    place = scores.place
     if ROWS_ARE_KEYS:
         queries, keys = positions[None, :], place.positions[:, None]
     else:
         queries, keys = place.positions[:, None], positions[None, :]
     word, _, _, _ = tl.philox(place.seed, queries, keys, place.head, place.batch)
-    return word >= tl.cast(modifiers.threshold, tl.uint32)
+    return word >= tl.cast(scores.modifiers.threshold, tl.uint32)

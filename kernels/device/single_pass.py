@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .dkdv_tile import dkdv_tile
-from .tiles import program_placement, visit_key_tile
+from .tiles import Gradients, Keys, Queries, TileSizes, program_placement, visit_key_tile
 
 
 @triton.jit
@@ -27,13 +27,12 @@ def single_pass_kernel(
         tile, batch, head = program_placement(shape, BLOCK_K)
     else:
         tile, batch, head = late_keys_placement(shape, BLOCK_K)
-    first, keys, query_range = visit_key_tile(tile, batch, bounds, shape, BLOCK_K, BLOCK_Q)
-    if IN_PLACE:
-        if query_range.end <= query_range.start:  # nothing to add
-            return
-    dkdv_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale,
-             modifiers, batch, head, first, keys, query_range,
-             HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, RAGGED)  # fmt: skip
+    visit = visit_key_tile(tile, batch, head, bounds, shape, BLOCK_K, BLOCK_Q)
+    if IN_PLACE and visit.column_range.end <= visit.column_range.start:  # nothing to add
+        return
+    dkdv_tile(Queries(q, dout, lse, delta), Keys(k, v), Gradients(dq, box, turns, dk_in, dv_in, dk_out, dv_out),
+              bounds, shape, softmax_scale, modifiers, visit, TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K),
+              HAS_SUM, IN_PLACE, RAGGED)  # fmt: skip
 
 
 @triton.jit

@@ -24,6 +24,25 @@ class TileRange(NamedTuple):
     end: int
 
 
+class TileVisit(NamedTuple):
+    """Tile of rows from ``first`` on, and the ``TileRange`` of columns that it visits; ``keys`` excludes padding."""
+
+    batch: Any
+    head: Any
+    first: Any
+    keys: Any
+    column_range: Any
+
+
+class TileSizes(NamedTuple):
+    """Constexpr sizes. Construct it in the argument list of a call: Triton makes tensors of a local's fields."""
+
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    BLOCK_Q: Any
+    BLOCK_K: Any
+
+
 class StridedTensor(NamedTuple):
     """Tensor ``[B, S, H, D]`` with last stride 1; strides count elements."""
 
@@ -31,6 +50,38 @@ class StridedTensor(NamedTuple):
     stride_b: Any
     stride_s: Any
     stride_h: Any
+
+
+class Keys(NamedTuple):
+    """K and V: whole tensors, one head, or a tile in registers."""
+
+    k: Any
+    v: Any
+
+
+class Queries(NamedTuple):
+    """Inputs of the backward with a row per query: whole tensors, one head, or a tile in registers."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
+class Gradients(NamedTuple):
+    """Results of a key tile, as tensors or TMA descriptors; None if they are not computed.
+
+    The tile's part of dQ is added to ``dq`` (fp32), by TMA if it has the descriptor ``dq_box``, in the order ``turns``.
+    ``dk_in`` and ``dv_in`` are the sums so far.
+    """
+
+    dq: Any
+    dq_box: Any
+    turns: Any
+    dk_in: Any
+    dv_in: Any
+    dk_out: Any
+    dv_out: Any
 
 
 class BlockSparseRanges(NamedTuple):
@@ -142,16 +193,16 @@ def select_head(tensor, batch, head):
 
 
 @triton.jit
-def load_row_bounds(interval, offs, shape):
+def load_row_bounds(interval, offs, rows, columns):
     """Load the bounds (lo, hi) of the rows of a tile; rows past the end see no column."""
-    inside = offs < shape.rows
+    inside = offs < rows
     if interval.lo is None:
-        return tl.zeros_like(offs), tl.where(inside, shape.columns, 0)
+        return offs * 0, tl.where(inside, columns, 0)
     else:
         lo = tl.load(interval.lo + offs, mask=inside, other=0)
         hi = tl.load(interval.hi + offs, mask=inside, other=0)
         if interval.seqused_k is not None:
-            hi = tl.minimum(hi, shape.columns)
+            hi = tl.minimum(hi, columns)
         return lo, hi
 
 
@@ -191,32 +242,31 @@ def load_tile_range(interval, first, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def visit_query_tile(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (batch, head, first row, keys, range of keys) of the ``index``-th tile of the forward or dQ."""
+    """Return the ``TileVisit`` of the ``index``-th tile of the forward or dQ."""
     tile, batch, head = tile_placement(index, shape, BLOCK_ROWS)
     rows = shape.rows if shape.packed is None else shape.rows * shape.packed
     first = (tl.cdiv(rows, BLOCK_ROWS) - 1 - tile) * BLOCK_ROWS  # longest first: late rows see most keys
     if bounds.seqused_k is not None:
         keys = tl.load(bounds.seqused_k + batch)
         shape = LaunchShape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
-    return batch, head, first, shape.columns, load_tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
+    return TileVisit(batch, head, first, shape.columns, load_tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK))
 
 
 @triton.jit
 def visit_key_index(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (batch, head, first key, keys, range of queries) of the ``index``-th tile of dK/dV."""
+    """Return the ``TileVisit`` of the ``index``-th tile of dK/dV."""
     tile, batch, head = tile_placement(index, shape, BLOCK_ROWS)
-    first, keys, query_range = visit_key_tile(tile, batch, bounds, shape, BLOCK_ROWS, BLOCK)
-    return batch, head, first, keys, query_range
+    return visit_key_tile(tile, batch, head, bounds, shape, BLOCK_ROWS, BLOCK)
 
 
 @triton.jit
-def visit_key_tile(tile, batch, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (first key, keys, range of queries) of a tile of keys."""
+def visit_key_tile(tile, batch, head, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the ``TileVisit`` of a tile of keys."""
     first = tile * BLOCK_ROWS  # longest first: most queries see early keys
     if bounds.seqused_k is not None:  # later keys are padding
         keys = tl.load(bounds.seqused_k + batch)
         shape = LaunchShape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
-    return first, shape.rows, load_tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
+    return TileVisit(batch, head, first, shape.rows, load_tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK))
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from .forward import (
     PARTITION_REGISTERS,
     PARTITION_WARPS,
     TileRing,
+    consumer_tile,
     make_barriers,
     mma_layout,
     release_tile,
@@ -44,9 +45,7 @@ from .forward import (
     wait_tile,
 )
 
-THREAD_COLUMN_BITS = gl.constexpr(
-    6
-)  # bits of a column index that differ between the four threads of a row; each has pairs of columns
+THREAD_COLUMN_BITS = gl.constexpr(6)  # column bits that differ between the four threads of a row; each has pairs
 DS_SLOTS = gl.constexpr(2)
 """Number of steps whose dS is in shared memory: the current step, and the previous one for dQ."""
 
@@ -188,13 +187,6 @@ def backward_producer(shared, place, descriptors, vectors, shape, SLOTS: gl.cons
 
 
 @gluon.jit
-def consumer_keys(tiles_of_keys, CONSUMER: gl.constexpr):
-    """Return one consumer's part of K or V, ``[keys, head dim]``."""
-    tile = tiles_of_keys.index(CONSUMER)
-    return tile.reshape([tile.shape[1], tile.shape[3]])
-
-
-@gluon.jit
 def store_ds(ring, ds, step, CONSUMER: gl.constexpr):
     """Store dS ``[keys, queries]`` of a consumer's keys in shared memory, once both consumers have read the slot."""
     slot = step_slot(step, DS_SLOTS)
@@ -227,12 +219,7 @@ def load_key_bounds(bounds, offs, shape, MASKED: gl.constexpr, layout: gl.conste
     if not MASKED:
         return KeyBounds(0, 0)
     else:
-        inside = offs < shape.rows
-        if bounds.lo is not None:
-            lo = gl.load(bounds.lo + offs, mask=inside, other=0)
-            hi = gl.load(bounds.hi + offs, mask=inside, other=0)
-        else:
-            lo, hi = offs * 0, gl.where(inside, shape.columns, 0)
+        lo, hi = tiles.load_row_bounds(bounds, offs, shape.rows, shape.columns)
         own = (gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout)) & THREAD_COLUMN_BITS)[None, :]
         return KeyBounds(lo[:, None] - own, hi[:, None] - own)
 
@@ -285,23 +272,24 @@ def start_dq(shared, step, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK
     dq = gl.zeros([CONSUMER_ROWS, CONSUMER_ROWS], gl.float32, mma_layout(CONSUMER_ROWS))
     for i in gl.static_range(CONSUMERS):
         ds = shared.ds.tiles.index(slot * CONSUMERS + i).slice(CONSUMER * (BLOCK_Q - CONSUMER_ROWS), CONSUMER_ROWS, 1)
-        k = consumer_keys(shared.k, i).slice(CONSUMER * (HEAD_DIM - CONSUMER_ROWS), CONSUMER_ROWS, 1)
+        k = consumer_tile(shared.k, i).slice(CONSUMER * (HEAD_DIM - CONSUMER_ROWS), CONSUMER_ROWS, 1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
     return dq
 
 
 @gluon.jit
 def loop_query_tiles(
-    dk, dv, shared, place, dq_sum, bounds, shape, softmax_scale,
-    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_Q: gl.constexpr,
-    MASKED: gl.constexpr,
+    shared, place, dq_sum, bounds, shape, softmax_scale,
+    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_Q: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Loop over all query tiles: return dK (unscaled) and dV of this consumer's keys, and add its part of dQ."""
     operand: gl.constexpr = gl.DotOperandLayout(0, mma_layout(HEAD_DIM), 2)
+    zeros = gl.zeros([CONSUMER_ROWS, HEAD_DIM], gl.float32, mma_layout(HEAD_DIM))
+    dk, dv = zeros, zeros
     ROW: gl.constexpr = CONSUMER * (BLOCK_Q - CONSUMER_ROWS)
     COLUMN: gl.constexpr = CONSUMER * (HEAD_DIM - CONSUMER_ROWS)
     unit = softmax_scale * LOG2_E
-    k, v, staging = consumer_keys(shared.k, CONSUMER), consumer_keys(shared.v, CONSUMER), shared.dq.index(CONSUMER)
+    k, v, staging = consumer_tile(shared.k, CONSUMER), consumer_tile(shared.v, CONSUMER), shared.dq.index(CONSUMER)
     dtype: gl.constexpr = k.dtype
     head, column = place.head * shape.group, place.start
     # Start with dS = 0, so that the first step is like all others. Its dQ is written past the end, where TMA drops it.
@@ -330,25 +318,22 @@ def loop_query_tiles(
 
 @gluon.jit
 def backward_consumer(
-    shared, place, dq_sum, tensors, bounds, shape, softmax_scale,
+    shared, place, gradients, bounds, shape, softmax_scale,
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_Q: gl.constexpr,
     HAS_SUM: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 64 keys over all visited query tiles, in one warpgroup."""
-    dk_in, dv_in, dk_out, dv_out = tensors
     MASKED: gl.constexpr = RAGGED or bounds.lo is not None
     layout: gl.constexpr = mma_layout(BLOCK_Q)
     offs = place.first + CONSUMER * CONSUMER_ROWS + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, layout))
     seen = load_key_bounds(bounds, offs, shape, MASKED, layout, BLOCK_Q)
     mbarrier.wait(shared.kv_full.index(0), 0)
-    zeros = gl.zeros([CONSUMER_ROWS, HEAD_DIM], gl.float32, mma_layout(HEAD_DIM))
     dk, dv = loop_query_tiles(
-        zeros, zeros, shared, place, dq_sum, seen, shape, softmax_scale,
-        CONSUMER, HEAD_DIM, SLOTS, BLOCK_Q, MASKED,
-    )  # fmt: skip
+        shared, place, gradients.dq_box, seen, shape, softmax_scale, CONSUMER, HEAD_DIM, SLOTS, BLOCK_Q, MASKED
+    )
     first = place.first + CONSUMER * CONSUMER_ROWS
-    store_dk_or_dv(dk * softmax_scale, dk_in, dk_out, place, first, shape, HEAD_DIM, HAS_SUM)
-    store_dk_or_dv(dv, dv_in, dv_out, place, first, shape, HEAD_DIM, HAS_SUM)
+    store_dk_or_dv(dk * softmax_scale, gradients.dk_in, gradients.dk_out, place, first, shape, HEAD_DIM, HAS_SUM)
+    store_dk_or_dv(dv, gradients.dv_in, gradients.dv_out, place, first, shape, HEAD_DIM, HAS_SUM)
     tma.store_wait(0)  # keep shared memory alive until TMA has read it
 
 
@@ -360,9 +345,8 @@ def store_dk_or_dv(acc, accum, out, place, first, shape, HEAD_DIM: gl.constexpr,
     inside = (offs < shape.rows)[:, None]
     batch, head = place.batch.to(gl.int64), place.head.to(gl.int64)
     if HAS_SUM:  # load the sum last, because the loop needs the registers
-        acc = acc + gl.load(
-            tile_pointers(select_head(accum, batch, head), offs, HEAD_DIM, layout), mask=inside, other=0.0
-        )
+        sum_pointers = tile_pointers(select_head(accum, batch, head), offs, HEAD_DIM, layout)
+        acc = acc + gl.load(sum_pointers, mask=inside, other=0.0)
     out_head = select_head(out, batch, head)
     gl.store(tile_pointers(out_head, offs, HEAD_DIM, layout), acc.to(out_head.ptr.dtype.element_ty), mask=inside)
 
@@ -382,19 +366,18 @@ def hopper_backward_kernel(
     shape = tiles.LaunchShape(shape.rows, shape.columns, shape.heads, group, shape.order, None, None)
     tile, batch, head = program_placement(shape, BLOCK_K)
     start, _, _, end = load_tile_range(bounds, tile * BLOCK_K, shape, BLOCK_K, BLOCK_Q)
-    if IN_PLACE:
-        if end <= start:  # nothing to add
-            return
+    if IN_PLACE and end <= start:  # nothing to add
+        return
     steps = (end - start) // BLOCK_Q * shape.group
     place = ProgramKeys(tile * BLOCK_K, batch.to(gl.int32), head.to(gl.int32), start, end, steps)
     shared = make_backward_shared(q, dout, k, v, dq, SLOTS)
     fence_async_shared()  # TMA must see the initialised barriers
-    tensors = (dk_in, dv_in, dk_out, dv_out)
+    gradients = tiles.Gradients(None, dq, None, dk_in, dv_in, dk_out, dv_out)
     gl.warp_specialize(
         [
-            (backward_consumer, (shared, place, dq, tensors, bounds, shape, softmax_scale,
+            (backward_consumer, (shared, place, gradients, bounds, shape, softmax_scale,
                         0, HEAD_DIM, SLOTS, BLOCK_Q, HAS_SUM, RAGGED)),
-            (backward_consumer, (shared, place, dq, tensors, bounds, shape, softmax_scale,
+            (backward_consumer, (shared, place, gradients, bounds, shape, softmax_scale,
                         1, HEAD_DIM, SLOTS, BLOCK_Q, HAS_SUM, RAGGED)),
             (backward_producer, (shared, place, (q, dout, k, v), (lse, delta), shape, SLOTS)),
         ],

@@ -34,9 +34,7 @@ LOG2_E = gl.constexpr(tiles.LOG2_E.value)
 LN_2 = gl.constexpr(tiles.LN_2.value)
 CONSUMERS, CONSUMER_ROWS = gl.constexpr(step_order.CONSUMERS), gl.constexpr(step_order.CONSUMER_ROWS)
 PARTITION_WARPS = gl.constexpr([4, 1])  # of consumer 1 and the producer; consumer 0 has the warps of the launch
-PARTITION_REGISTERS = gl.constexpr(
-    [240, 24]
-)  # per thread of consumer 1 and the producer; consumer 0 gets the rest, also 240
+PARTITION_REGISTERS = gl.constexpr([240, 24])  # per thread of consumer 1 and the producer; consumer 0 gets 240, too
 
 tma_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.8
 
@@ -122,6 +120,13 @@ def forward_producer(shared, place, descriptors, group, SLOTS: gl.constexpr, BLO
 
 
 @gluon.jit
+def consumer_tile(slots, CONSUMER: gl.constexpr):
+    """Return one consumer's rows of Q, K or V in shared memory, ``[rows, head dim]``."""
+    tile = slots.index(CONSUMER)
+    return tile.reshape([tile.shape[1], tile.shape[3]])
+
+
+@gluon.jit
 def wait_tile(ring, step, SLOTS: gl.constexpr):
     """Wait until the tile of ``step`` has arrived."""
     mbarrier.wait(ring.full.index(step_slot(step, SLOTS)), step_parity(step, SLOTS))
@@ -159,14 +164,22 @@ class SoftmaxState(NamedTuple):
     m_i: Any
 
 
+class RowScores(NamedTuple):
+    """Keys ``lo <= j < hi`` that each row of a warpgroup sees, and the factor that turns scores into exponents of 2."""
+
+    lo: Any
+    hi: Any
+    unit: Any
+
+
 @gluon.jit
-def hopper_visible_mask(column, offs, lo, hi, columns, BOUNDED: gl.constexpr):
+def hopper_visible_mask(column, offs, rows, BOUNDED: gl.constexpr):
     """Return bool ``[rows, keys]`` of the tile that begins at ``column``: True if the row sees the key."""
     # Shift the bounds, not the keys: with shifted keys, each key of the tile takes a register.
     if BOUNDED:
-        return (offs[None, :] >= (lo - column)[:, None]) & (offs[None, :] < (hi - column)[:, None])
+        return (offs[None, :] >= (rows.lo - column)[:, None]) & (offs[None, :] < (rows.hi - column)[:, None])
     else:
-        return (offs < columns - column)[None, :]
+        return (offs < rows.hi - column)[None, :]
 
 
 @gluon.jit
@@ -190,11 +203,12 @@ def online_softmax_step(scores, softmax, unit, mask, MASKED: gl.constexpr):
 
 @gluon.jit
 def hopper_forward_phase(
-    acc, p, softmax, q, shared, place, begin, end, lo, hi, unit, columns,
-    CONSUMER: gl.constexpr, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr,
+    acc, p, softmax, shared, place, rows, begin, end,
+    CONSUMER: gl.constexpr, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Run the steps ``[begin, end)``: each computes its scores, and the product of the previous ``p`` with V."""
     scores_layout: gl.constexpr = mma_layout(BLOCK_K)
+    q = consumer_tile(shared.q, CONSUMER)
     dtype: gl.constexpr = p.dtype
     weights_layout: gl.constexpr = p.type.layout
     for step in range(begin, end):
@@ -208,8 +222,8 @@ def hopper_forward_phase(
         scores = warpgroup_mma_wait(1, deps=[scores])
         release_tile(shared.k, step, SLOTS)
         column, offs_k = step_column(step, place.past, BLOCK_K), gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
-        visible = hopper_visible_mask(column, offs_k, lo, hi, columns, BOUNDED) if MASKED else None
-        p_next, softmax, alpha = online_softmax_step(scores, softmax, unit, visible, MASKED)
+        visible = hopper_visible_mask(column, offs_k, rows, True) if MASKED else None
+        p_next, softmax, alpha = online_softmax_step(scores, softmax, rows.unit, visible, MASKED)
         # Wait for V of the next step already here. This branch keeps ptxas from moving the wait for P V up to the
         # beginning of the softmax, as it does in straight-line code.
         wait_tile(shared.v, step, SLOTS)
@@ -224,16 +238,6 @@ def hopper_forward_phase(
 def mma_layout(columns):
     """Return the layout of a warpgroup's accumulator: 16 rows per warp, all columns in one instruction."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.jit
-def hopper_row_bounds(bounds, offs, rows, columns, BOUNDED: gl.constexpr):
-    """Load the bounds (lo, hi) of the rows of a tile; with BOUNDED, rows past the end see no key."""
-    inside = offs < rows
-    if BOUNDED:
-        return gl.load(bounds.lo + offs, mask=inside, other=0), gl.load(bounds.hi + offs, mask=inside, other=0)
-    else:
-        return 0, columns
 
 
 @gluon.jit
@@ -264,9 +268,8 @@ def store_output(
         new, old = gl.exp2((new_lse - pivot) * LOG2_E), gl.exp2((old_lse - pivot) * LOG2_E)
         total = gl.where(new + old == 0.0, 1.0, new + old)
         new_lse = gl.where(new + old == 0.0, float("-inf"), pivot + gl.log2(total) * LN_2)
-        carried = gl.load(
-            tile_pointers(select_head(state, batch, head), offs, HEAD_DIM, layout), mask=row_mask, other=0.0
-        )
+        state_pointers = tile_pointers(select_head(state, batch, head), offs, HEAD_DIM, layout)
+        carried = gl.load(state_pointers, mask=row_mask, other=0.0)
         acc = acc * gl.convert_layout(new / total / l_safe, by_row)[:, None]
         acc = acc + carried * gl.convert_layout(old / total, by_row)[:, None]
     else:
@@ -287,45 +290,36 @@ def forward_consumer(
     out_layout: gl.constexpr = mma_layout(HEAD_DIM)
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     offs = place.first + CONSUMER * CONSUMER_ROWS + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, scores_layout))
-    lo, hi = hopper_row_bounds(bounds, offs, shape.rows, shape.columns, BOUNDED)
-    unit = softmax_scale * LOG2_E
+    lo, hi = tiles.load_row_bounds(bounds, offs, shape.rows, shape.columns) if BOUNDED else (0, shape.columns)
+    rows = RowScores(lo, hi, softmax_scale * LOG2_E)
 
     mbarrier.wait(shared.q_full.index(0), 0)
-    q = shared.q.index(CONSUMER)
-    q = q.reshape([CONSUMER_ROWS, HEAD_DIM])
+    q = consumer_tile(shared.q, CONSUMER)
     wait_tile(shared.k, 0, SLOTS)
     k_tile = step_tile(shared.k, 0, SLOTS)
-    scores = warpgroup_mma(
-        q,
-        k_tile.permute((1, 0)),
-        gl.zeros([CONSUMER_ROWS, BLOCK_K], gl.float32, scores_layout),
-        use_acc=False,
-        is_async=True,
-    )
+    empty = gl.zeros([CONSUMER_ROWS, BLOCK_K], gl.float32, scores_layout)
+    scores = warpgroup_mma(q, k_tile.permute((1, 0)), empty, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     release_tile(shared.k, 0, SLOTS)
     column, offs_k = step_column(0, place.past, BLOCK_K), gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
-    visible = hopper_visible_mask(column, offs_k, lo, hi, shape.columns, BOUNDED)
+    visible = hopper_visible_mask(column, offs_k, rows, BOUNDED)
     zeros = gl.zeros([CONSUMER_ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
     softmax = SoftmaxState(zeros, zeros - float("inf"))
-    p, softmax, _ = online_softmax_step(scores, softmax, unit, visible, True)
+    p, softmax, _ = online_softmax_step(scores, softmax, rows.unit, visible, True)
     p = gl.convert_layout(p.to(q.dtype), weights_layout)
     acc = gl.zeros([CONSUMER_ROWS, HEAD_DIM], gl.float32, out_layout)
     wait_tile(shared.v, 0, SLOTS)
     if BOUNDED:
         acc, p, softmax = hopper_forward_phase(
-            acc, p, softmax, q, shared, place, 1, place.tail, lo, hi, unit, shape.columns,
-            CONSUMER, SLOTS, BLOCK_K, True, True,
-        )  # fmt: skip
+            acc, p, softmax, shared, place, rows, 1, place.tail, CONSUMER, SLOTS, BLOCK_K, True
+        )
     acc, p, softmax = hopper_forward_phase(
-        acc, p, softmax, q, shared, place, place.tail, place.full, lo, hi, unit, shape.columns,
-        CONSUMER, SLOTS, BLOCK_K, False, BOUNDED,
-    )  # fmt: skip
+        acc, p, softmax, shared, place, rows, place.tail, place.full, CONSUMER, SLOTS, BLOCK_K, False
+    )
     if BOUNDED:
         acc, p, softmax = hopper_forward_phase(
-            acc, p, softmax, q, shared, place, place.full, place.steps, lo, hi, unit, shape.columns,
-            CONSUMER, SLOTS, BLOCK_K, True, True,
-        )  # fmt: skip
+            acc, p, softmax, shared, place, rows, place.full, place.steps, CONSUMER, SLOTS, BLOCK_K, True
+        )
     v_tile = step_tile(shared.v, place.steps - 1, SLOTS)
     acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v_tile, acc, is_async=True)])
     store_output(acc, softmax, tensors, shape, place, offs, HEAD_DIM, HAS_STATE)
@@ -359,16 +353,12 @@ def hopper_kernel(
     tensors = (state, out, lse)
     gl.warp_specialize(
         [
-            (
-                forward_consumer,
-                (shared, place, tensors, bounds, shape, softmax_scale, 0, HEAD_DIM, SLOTS, BLOCK_K, HAS_STATE),
-            ),
-            (
-                forward_consumer,
-                (shared, place, tensors, bounds, shape, softmax_scale, 1, HEAD_DIM, SLOTS, BLOCK_K, HAS_STATE),
-            ),
+            (forward_consumer, (shared, place, tensors, bounds, shape, softmax_scale,
+                        0, HEAD_DIM, SLOTS, BLOCK_K, HAS_STATE)),
+            (forward_consumer, (shared, place, tensors, bounds, shape, softmax_scale,
+                        1, HEAD_DIM, SLOTS, BLOCK_K, HAS_STATE)),
             (forward_producer, (shared, place, (q, k, v), shape.group, SLOTS, BLOCK_K)),
         ],
         PARTITION_WARPS,
         PARTITION_REGISTERS,
-    )
+    )  # fmt: skip
