@@ -443,7 +443,7 @@ def unsupported_option(variant: KernelVariant, options: OptionItems) -> str | No
             kernels = [kernel for kernel, its_options in COMPILED_OPTIONS.items() if name in its_options]
             return f"{option}: it is an option of {', '.join(kernels)}, not of {variant.kernel}"
         if name in GROUPED_OPTIONS and not variant.grouped:
-            return f"{option}: it needs several query heads per key head (gqa)"
+            return f"{option}: it needs several query heads per key head, as with gqa"
         has_boxes = variant.arch >= TMA_ARCH and all(map(is_tma_head_dim, (variant.head_dim, variant.head_dim_v)))
         if name == "dkdv_epilogue" and not has_boxes:
             return f"{option}: it needs sm_{TMA_ARCH} or higher, and power-of-two head dims from {MIN_TILE_SIDE}"
