@@ -33,7 +33,10 @@ Sides = tuple[int, int]
 def ranking_job(
     point: TuningPoint, tile: Tile, arch: int, heads: int, role: str = RANKING_ROLE, side_lengths: Sides | None = None
 ) -> KernelVariant:
-    """Return the variant that launches ``tile`` on one sequence; ``side_lengths`` defaults to (length, length)."""
+    """Return the variant that launches ``tile`` at ``point``, on one sequence with ``heads`` query heads.
+
+    ``side_lengths`` defaults to the point's length on both sides.
+    """
     options = tuple((name, value) for name, value in tuned_options(tile).items() if name not in LAUNCH_OPTIONS)
     split, looped = side_lengths or (point.length, point.length)
     queries, keys = (split, looped) if point.kernel in ("forward", "dq") else (looped, split)
@@ -75,11 +78,11 @@ def compile_digest() -> str:
 
 
 Compiler = Callable[[Iterable[KernelVariant]], Mapping[KernelVariant, CompileResult]]
-"""Function that compiles jobs."""
+"""Function that compiles jobs and returns the result of each."""
 
 
 class BudgetSpentError(Exception):
-    """Error if the time for compiling ends; the argument is the number of jobs that are left."""
+    """Error when the budget ends during compilation; ``args[0]`` is the number of jobs that are left."""
 
 
 def compile_jobs(
@@ -92,10 +95,10 @@ def compile_jobs(
     """Compile jobs in worker processes, except those whose results are in the journal.
 
     Jobs with equal signatures are compiled once, and each new result is appended to the journal at once. ``pool`` runs
-    :func:`compile_job`. ``progress`` is called with the number of new jobs, then with None after each.
+    :func:`compile_job`. ``progress`` is called with the number of new jobs, then with None after each of them.
 
     Raises:
-        OutOfBudget: The time ended before all jobs were compiled.
+        BudgetSpentError: ``seconds_left`` returned 0 before all jobs were compiled.
     """
     results: dict[str, CompileResult] = {}
     new: dict[str, KernelVariant] = {}
@@ -148,7 +151,8 @@ def rank_candidates(
 ) -> RankedCandidates:
     """Compile candidates of a point, and keep the ``count`` best by bound that compile in every role.
 
-    For the ``scheduled_tiles`` best tiles without options, also keep every other tile schedule.
+    For the ``scheduled_tiles`` best tiles without options, also keep every other tile schedule. ``compiler`` compiles
+    the jobs, with ``heads`` query heads.
     """
 
     def sort_key(tile: Tile, result: CompileResult) -> tuple[float, int, str]:

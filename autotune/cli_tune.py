@@ -55,18 +55,20 @@ def tune_command(
     budget: Annotated[
         float | None,
         typer.Option(
-            min=1, help="Seconds on the GPU, default 300. If nothing is measured: seconds to compile, no limit."
+            min=1,
+            help="Seconds of measuring, default 300; if nothing is measured, seconds of compiling, default unlimited.",
         ),
     ] = None,
     tiles: Annotated[
-        int | None, typer.Option(min=1, help="Try only that many tiles near the default (two-pass kernels).")
+        int | None,
+        typer.Option(min=1, help="Try only this many tiles per two-pass kernel, those nearest to the built-in tile."),
     ] = None,
     ring: Annotated[
         bool, typer.Option("--ring", help="Tune the settings of the ring (transport, chunks, channels) instead.")
     ] = False,
     world: Annotated[
         int | None,
-        typer.Option(min=2, help="With --ring: number of processes; default: the launcher's, the GPUs, or 2."),
+        typer.Option(min=2, help="With --ring: number of processes; default: that of the launcher or of GPUs, or 2."),
     ] = None,
     on: Annotated[
         str, typer.Option("--device", help="With --ring: cpu or cuda; default: cuda if there is a GPU.")
@@ -97,7 +99,9 @@ def tune_command(
         shape = ModelShape(heads, kv_heads or heads, head_dim, value_dim or head_dim, SHORT_DTYPE_NAMES[dtype])
         folder = save_dir or user_table_folder()
         if folder is None:
-            raise ValueError("--save-dir is not given, and this user has no home folder for a cache; pass --save-dir")
+            raise ValueError(
+                "--save-dir is not given, and this user has no home folder for a cache. Pass --save-dir DIR"
+            )
         folder = folder.absolute()
         if is_printing_rank():
             check_folder("--save-dir", folder)
@@ -130,7 +134,7 @@ def tune_command(
 
 
 def resolve_target(arch: str | None, compile_only: bool) -> tuple[GpuSpec, torch.device | None, str]:
-    """Return the GPU to tune for, the device to measure on (None: only compile), and a description of that.
+    """Return (GPU to tune for, device to measure on, description). The device is None if nothing is measured.
 
     Raises:
         ValueError: ``arch`` is unknown, or the GPU of this machine is not supported.

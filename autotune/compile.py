@@ -71,7 +71,10 @@ class RecordedLaunch:
 
 
 def _compiler_view(value: object) -> str:
-    """Return what Triton's compiler sees of an argument: for integers the width, and whether they are 1 or 16 n."""
+    """Return the properties of an argument for which Triton compiles a kernel, as text.
+
+    For an integer these are its width, and whether it is 1 or a multiple of 16.
+    """
     if isinstance(value, tuple):
         return f"({' '.join(map(_compiler_view, value))})"
     if isinstance(value, torch.Tensor):
@@ -85,7 +88,10 @@ def _compiler_view(value: object) -> str:
 
 
 def record_launches(entry: Callable[..., object], arch: int, *call: Any, **named: Any) -> list[RecordedLaunch]:
-    """Return the launches of ``entry(*call, **named)`` on a GPU of ``arch``, with tensors on the meta device."""
+    """Call a kernel's host entry as ``entry(*call, **named)``, and return the launches that it requests on ``arch``.
+
+    The tensors are on the meta device, and nothing runs.
+    """
     recorded: list[RecordedLaunch] = []
 
     def record(kernel: Any, grid: int, *arguments: Any, **options: Any) -> None:
@@ -206,7 +212,7 @@ class KernelVariant:
 
     @property
     def _word(self) -> tuple[str, OptionItems]:
-        """Name of the kernel in texts, and the options that the name implies."""
+        """Name of the kernel in texts, such as ``hopper``, and the options that the name implies."""
         for word, (_, own) in HOPPER.items():
             if {*own} <= {*self.options}:
                 return word, own
@@ -214,6 +220,7 @@ class KernelVariant:
 
     @property
     def function(self) -> str:
+        """Name of the Triton function that this variant launches."""
         word, _ = self._word
         return f"{'single_pass' if word in SINGLE_PASS_KERNELS else word}_kernel"
 
@@ -228,11 +235,12 @@ class KernelVariant:
         for launch in recorded:
             if launch.name == self.function:
                 return launch
-        raise ValueError(f"{self} is launched as {', '.join(it.name for it in recorded)}, not as {self.function}")
+        names = ", ".join(launch.name for launch in recorded)
+        raise ValueError(f"variant {self} needs {self.function}, but the launch with its options uses {names}")
 
 
 def kernel_config(kernel: str, tile: Tile, options: OptionItems = ()) -> KernelConfig:
-    """Return the config with which a launch of ``kernel`` uses ``tile``, including the tile's own options."""
+    """Return the config with which ``kernel`` uses ``tile``, with the tile's own options and then ``options``."""
     fields: dict[str, Any] = tuned_options(tile) | dict(options)
     if kernel in SINGLE_PASS_KERNELS:
         fields = {"backward": kernel, "single_pass": tile} | fields
@@ -249,7 +257,10 @@ def empty_tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def call_entry(variant: KernelVariant, make_tensor: TensorFactory = empty_tensor, bounds: Bounds | None = None) -> Any:
-    """Call the host entry of a variant, and return its result; ``bounds`` replaces the variant's own bounds."""
+    """Call the host entry of a variant with tensors of ``make_tensor``, and return its result.
+
+    ``bounds`` replaces the variant's own bounds.
+    """
     batch, queries, keys, heads, kv_heads = variant.sizes or (GROUPED if variant.grouped else UNGROUPED)
     role, dtype, kernel = ROLES[variant.role], DTYPES[variant.dtype], variant.kernel
     dim, dim_v = variant.head_dim, variant.head_dim_v
@@ -296,6 +307,7 @@ def call_entry(variant: KernelVariant, make_tensor: TensorFactory = empty_tensor
 
 
 def variant_bounds(variant: KernelVariant, queries: int, keys: int, batch: int) -> Bounds:
+    """Return the bounds of a variant on the meta device, with padding and a block mask if it has these features."""
     lo, hi = (None if variant.full else empty_tensor(name, queries, dtype=torch.int32) for name in ("lo", "hi"))
     seqused_k = empty_tensor("seqused_k", batch, dtype=torch.int32) if "seqused_k" in variant.features else None
     sparse = None
@@ -306,6 +318,7 @@ def variant_bounds(variant: KernelVariant, queries: int, keys: int, batch: int) 
 
 
 def feature_scores(features: Sequence[str], queries: int, keys: int, heads: int) -> Scores:
+    """Return scores with those of softcap, ALiBi and dropout that ``features`` names, on the meta device."""
     if not {"softcap", "alibi", "dropout"} & {*features}:
         return PLAIN
     return Scores(
@@ -346,7 +359,7 @@ def parse_variants(spec: str) -> list[KernelVariant]:
     ``persistent=True``, ``pack_gqa=True``, ``dkdv_splits=2`` and ``dkdv_epilogue=descriptors``.
 
     Variants that do not support an option are left out. For example, only grouped heads can be packed or split, and
-    descriptors need a copy engine and head dims that fill a box.
+    descriptors need sm_90 or later and head dims that are powers of two.
 
     Raises:
         ValueError: A word is unknown, or no variant matches all words.
@@ -377,18 +390,23 @@ def parse_variants(spec: str) -> list[KernelVariant]:
         else:
             reasons.append(reason)
     if not selected:
-        reasons = reasons or [f"no kernel takes all of these words, or it has no default tile; add a tile as {TILE}"]
+        reasons = reasons or [f"no kernel takes all of these words, or it has no built-in tile. Add a tile as {TILE}"]
         raise ValueError(f"spec is {spec!r}: {min(reasons, key=lambda reason: ' not of ' in reason)}")
     return selected
 
 
 def _parse_spec(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
+    """Split a spec into compute capability, dtype, (D, Dv) and further words, and check them.
+
+    Raises:
+        ValueError: A part is missing or unknown.
+    """
     arch, dtype, dims, *words = [*spec.split(":"), "", ""] if spec.count(":") < 2 else spec.split(":")
     arch, parts = arch.removeprefix("sm_"), dims.split("/")
     if not (arch.isdecimal() and len(parts) <= 2 and all(dim.isdecimal() and 1 <= int(dim) <= 256 for dim in parts)):
         raise ValueError(
             f"spec is {spec!r}: it must be ARCH:DTYPE:D or ARCH:DTYPE:D/Dv with head dims from 1 to 256, such as "
-            "90:bf16:128, and may have more words"
+            "90:bf16:128, and words can follow"
         )
     for word, (kernel, options) in HOPPER.items():
         if word in words:
@@ -406,7 +424,11 @@ def _parse_spec(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
 
 
 def parse_tile_word(word: str) -> Tile:
-    """Parse ``128x64x8x2``: queries, keys, warps and pipeline stages."""
+    """Parse ``128x64x8x2``: queries, keys, warps and pipeline stages.
+
+    Raises:
+        ValueError: The word is not of this form.
+    """
     parts = word.split("x")
     if len(parts) != 4 or not all(part.isdecimal() for part in parts):
         raise ValueError(f"tile is {word!r}: it must be {TILE}, such as 128x64x8x2")
@@ -421,7 +443,7 @@ def unsupported_option(variant: KernelVariant, options: OptionItems) -> str | No
             kernels = [kernel for kernel, its_options in COMPILED_OPTIONS.items() if name in its_options]
             return f"{option}: it is an option of {', '.join(kernels)}, not of {variant.kernel}"
         if name in GROUPED_OPTIONS and not variant.grouped:
-            return f"{option}: it needs several query heads per key head, gqa"
+            return f"{option}: it needs several query heads per key head, as with gqa"
         has_boxes = variant.arch >= TMA_ARCH and all(map(is_tma_head_dim, (variant.head_dim, variant.head_dim_v)))
         if name == "dkdv_epilogue" and not has_boxes:
             return f"{option}: it needs sm_{TMA_ARCH} or higher, and power-of-two head dims from {MIN_TILE_SIDE}"
@@ -444,7 +466,7 @@ def parse_options(words: Sequence[str]) -> OptionItems:
     for word in words:
         name, _, text = word.partition("=")
         if name not in values:
-            raise ValueError(f"option is {word!r}: it must be NAME=VALUE with one of {', '.join(values)}")
+            raise ValueError(f"option is {word!r}: it must be NAME=VALUE, where NAME is one of {', '.join(values)}")
         value = next((option for option in values[name] if str(option) == text), None)
         if value is None:
             first, *_, last = texts = [*map(str, values[name])]
@@ -480,7 +502,7 @@ def default_variants(arch: int, dtype: str, head_dim: int, dim_v: int, tile: Til
 
 
 def builtin_tile(kernel: str, arch: int, dtype: str, head_dim: int) -> Tile | None:
-    """Return the built-in tile of an attention kernel at the larger head dim, or None if no tile fits."""
+    """Return the built-in tile of an attention kernel, or None if none fits; ``head_dim`` is the larger of D and Dv."""
     if kernel in SINGLE_PASS_KERNELS:
         return single_pass_tile(arch, DTYPES[dtype], head_dim)
     tile: Tile = getattr(built_in_config(arch, DTYPES[dtype], head_dim), kernel)

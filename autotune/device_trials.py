@@ -31,9 +31,8 @@ CHECK_ROLES = ("first", "middle", "last")  # the check has one hop per shard
 # compiled its binaries, and the budget of the GPU is not spent on compilation. Only `delta` and `reduce` (for split
 # dK/dV) compile here, which takes about a second each per point and pair of tile sides.
 CHECK_TOKENS = 1008  # tokens; shards are multiples of 16, as the compiler assumes, but not of tile sides from 32
-SINGLE_PASS_CHECK_TOKENS = (
-    1024  # tokens for unmasked single passes, whose binary differs if a side does not divide the keys
-)
+# Tokens for unmasked single passes, whose binary differs if a tile side does not divide the keys.
+SINGLE_PASS_CHECK_TOKENS = 1024
 COPY_TIME_FACTOR = 2.0  # duration of the transfer relative to the kernel, so that the kernel ends first
 THIS_DEVICE = 0
 """Replaces the compute capability of a variant, because launches here always compile for this device."""
@@ -46,15 +45,15 @@ CARRY_ARGUMENTS = {"out": "state", "lse": "lse", "dq": "dq_in", "dk": "dk_in", "
 
 
 def check_lengths(point: TuningPoint) -> tuple[int, int]:
-    """Return the check's tokens of the side that is split over programs, and of the side that they loop over."""
+    """Return (tokens of the side that is split over programs, tokens of the side that they loop over) in the check."""
     is_unmasked_single_pass = point.kernel in SINGLE_PASS_KERNELS and point.mask == "full"
     return SINGLE_PASS_CHECK_TOKENS if is_unmasked_single_pass else CHECK_TOKENS, CHECK_TOKENS // len(CHECK_ROLES)
 
 
 class DeviceTrials:
-    """Object that checks and times tiles at one point on one device.
+    """Checks and timings of tiles at one point on one device.
 
-    The device is a GPU, or in tests the CPU with Triton's interpreter. ``checked`` is the number of tokens of the
+    The device is a GPU, or in tests the CPU with Triton's interpreter. ``check_tokens`` is the number of tokens of the
     check; the default covers several tiles of any size.
     """
 
@@ -68,7 +67,13 @@ class DeviceTrials:
         self._copy: BackgroundCopy | None = None
 
     def find_error(self, tile: Tile) -> str | None:
-        """Return the first result with an error above twice PyTorch's plus rounding, or the exception, or None."""
+        """Return text on the first wrong result of a tile or on its exception, or None if the tile passes.
+
+        A result is wrong if its error is above twice PyTorch's plus rounding.
+
+        Raises:
+            torch.AcceleratorError: The tile broke the device.
+        """
         try:
             results = self._results(tile)
         except torch.AcceleratorError:
@@ -81,7 +86,7 @@ class DeviceTrials:
         return None
 
     def run(self, tile: Tile) -> TimedRun:
-        """Time one run on fresh inputs, and on a GPU another run during a transfer."""
+        """Time one run of a tile on fresh inputs, and on a GPU another run during a transfer."""
         if tile not in self._warm:  # compile, or load from Triton's cache
             self._launch(tile)
             self._warm.add(tile)
@@ -93,6 +98,7 @@ class DeviceTrials:
         return TimedRun.from_nvml(seconds, self._reader(), with_transfer)
 
     def _timed(self, step: Callable[[], None]) -> float:
+        """Return the seconds of ``step`` on fresh inputs."""
         self._refill_inputs()
         return self._clock(step)
 
@@ -128,6 +134,7 @@ class DeviceTrials:
         return self._limits(slice(0, self.point.length), slice(0, self.point.length))
 
     def _limits(self, rows: slice, keys: slice) -> Bounds:
+        """Return causal bounds of the queries at ``rows`` and the keys at ``keys``; none if the point is unmasked."""
         if self.point.mask == "full":
             return FULL
         q_positions, k_positions = (torch.arange(part.start, part.stop) for part in (rows, keys))
@@ -151,11 +158,13 @@ class DeviceTrials:
         return build_judge(self._check_inputs, MaskOptions(causal=self.point.mask == "bounded"))
 
     def _shards(self) -> list[slice]:
+        """Return the tokens of each hop of the check, in multiples of 16."""
         count = len(CHECK_ROLES)
         edges = [self._checked * i // count // 16 * 16 for i in range(count)]
         return [slice(*edge) for edge in pairwise([*edges, self._checked])]
 
     def _results(self, tile: Tile) -> dict[str, Tensor]:
+        """Run the hops of the check with a tile, and return the results by name."""
         kernel, inputs, exact = self.point.kernel, self._check_inputs, self._judge.exact
         shards_keys = kernel in ("forward", "dq")  # otherwise the queries are sharded
         tensors: dict[str, Tensor] = inputs._asdict() | {"lse": exact["lse"].float().contiguous()}

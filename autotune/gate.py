@@ -57,9 +57,9 @@ def gate_problems(variant: KernelVariant, compiled: CompiledKernel) -> list[str]
     """
     failures = []
     if compiled.shared > (limit := shared_limit(variant.arch)):
-        failures.append(f"{compiled.shared} bytes of shared memory, the GPU has {limit}")
+        failures.append(f"{compiled.shared} bytes of shared memory, but the GPU has {limit}")
     if compiled.tensor_memory > TENSOR_MEMORY_COLUMNS:
-        failures.append(f"{compiled.tensor_memory} columns of tensor memory, the GPU has {TENSOR_MEMORY_COLUMNS}")
+        failures.append(f"{compiled.tensor_memory} columns of tensor memory, but the GPU has {TENSOR_MEMORY_COLUMNS}")
     if variant.kernel in MEMORY_BOUND:
         spills = [f"{compiled.stack} bytes of local memory"] if compiled.stack else []
         return [*failures, *spills, *(["subnormal numbers are flushed to zero"] if compiled.flushes_subnormals else [])]
@@ -111,17 +111,19 @@ def read_compiled(launch: RecordedLaunch, arch: int) -> CompiledKernel:
 
 
 def required_threads(ptx: str) -> int:
+    """Return the threads per block that a kernel's PTX requires."""
     return int(_match(r"\.(?:reqntid|maxntid) (\d+)", ptx)[1])
 
 
 def _match(pattern: str, text: str) -> re.Match[str]:
+    """Return the first match of a pattern that must occur."""
     match = re.search(pattern, text)
     assert match is not None, pattern
     return match
 
 
 def run_binary_tool(tool: str, *flags: str, cubin: bytes) -> str:
-    """Return the output of a tool from Triton's wheel for a binary."""
+    """Run a tool of Triton's wheel, such as ``nvdisasm``, on a binary, and return its output."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -171,8 +173,9 @@ def hopper_problems(variant: KernelVariant, compiled: CompiledKernel, ptx: str) 
 def order_problems(listing: str, loops: int, block_k: int) -> list[str]:
     """Return problems with the position of the exponentials, which must overlap with the product with V.
 
-    In each step both products start (HGMMA). ``DEPBAR gsb0, 1`` waits for the scores and ``DEPBAR gsb0, 0`` for the
-    product with V. Except for barrier spins the code is straight-line, so the listing has execution order.
+    ``listing`` has the SASS of all main loops, of which there must be ``loops``. In each step both products start
+    (HGMMA). ``DEPBAR gsb0, 1`` waits for the scores and ``DEPBAR gsb0, 0`` for the product with V. Except for barrier
+    spins the code is straight-line, so the listing has execution order.
     """
     steps = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", listing)[1:]
     failures = []
@@ -200,7 +203,7 @@ def handoff_problems(ptx: str) -> list[str]:
 
 
 def unfenced_stores(ptx: str) -> list[str]:
-    """Return shared-memory stores that the async proxy may read without a fence (PTX ISA, "Async proxy").
+    """Return problems with shared-memory stores that the async proxy may read without a fence (PTX ISA, "Async proxy").
 
     dS is stored with stmatrix before an arrival, and a part of dQ with st.shared before its cp.reduce.
     """

@@ -88,7 +88,10 @@ def busy_clocks(mix: InstructionMix, arch: int) -> dict[str, float]:
 
 
 def loop_bound(loop: Loop, warps: int, arch: int, blocks: int) -> LoopBound:
-    """Compute the bound of a loop with ``blocks`` resident blocks per SM; 0 counts as 1."""
+    """Compute the bound of a loop of blocks with ``warps`` warps, ``blocks`` of which are resident per SM.
+
+    0 blocks, which means that none fits, count as 1.
+    """
     mix, exposed_mix = instruction_mix(loop, warps)
     busy, exposed = busy_clocks(mix, arch), busy_clocks(exposed_mix, arch)
     busiest = max(busy, key=lambda unit: busy[unit])

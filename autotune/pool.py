@@ -69,7 +69,8 @@ class Pool:
     def _result(self, job: Any, left: Callable[[], float]) -> Any:
         """Run a job in this thread's worker process and return its result.
 
-        Returns a `JobFailure` if the worker died or the job exceeded its own limit, and None if ``left()`` ended first.
+        Returns a `JobFailure` if the worker died or the job exceeded its own limit, and None if the seconds of
+        ``left()`` ended before.
         """
         seconds = min(left(), self._seconds)
         if seconds <= 0 or self._closed:
@@ -109,6 +110,7 @@ class Pool:
 
 
 def _serve(connection: Connection, work: Callable[[Any], Any]) -> None:
+    """Run jobs from a connection in a worker process until it closes. An exception becomes a `JobFailure`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which kills the workers
     while True:
         try:

@@ -55,7 +55,7 @@ def ring_problems(
         ValueError: The value dim differs from the head dim, or there is only one rank.
     """
     if shape.value_dim != shape.head_dim:
-        raise ValueError(f"--value-dim is {shape.value_dim}: with --ring it must be --head-dim, {shape.head_dim}")
+        raise ValueError(f"--value-dim is {shape.value_dim}: with --ring it must equal --head-dim, {shape.head_dim}")
     place = launched_rank()
     if place is not None and place.world < 2:
         raise ValueError("the launcher started 1 rank; --ring needs at least 2")
@@ -68,6 +68,7 @@ def ring_problems(
 
 
 def ring_point(problem: AttentionConfig) -> RingPoint:
+    """Return the tuning point of an attention problem."""
     return RingPoint(
         problem.world, problem.heads, problem.kv_heads, problem.head_dim, SHORT_DTYPE_NAMES[problem.dtype],
         "bounded" if problem.causal else "full", problem.seqlen // problem.world,
@@ -150,7 +151,10 @@ def search_ring(
 
 
 def ring_error(problem: AttentionConfig, ring: Ring, device: torch.device, judge: ErrorJudge) -> str | None:
-    """Return a description of the first result whose error exceeds its limit, or None; equal on all ranks."""
+    """Run a problem on a ring, and return text on the first result whose error exceeds its limit, or None.
+
+    All ranks get the same text.
+    """
     candidate = ring_candidate(problem, ring, device)
     shards = candidate.run(candidate.shards(problem.tensors(), device))
     errors = judge.head_errors(gather_results(candidate, shards, problem, judge.kv_heads))
@@ -160,6 +164,7 @@ def ring_error(problem: AttentionConfig, ring: Ring, device: torch.device, judge
 
 
 def ring_candidate(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
+    """Return the candidate of the benchmarks that runs ``problem`` on an open ring."""
     return our_ring(problem.layout, CandidateSetting(problem, (problem.layout,), device, lambda _: ring))
 
 
@@ -193,9 +198,9 @@ def ring_search_result(
         gain = 1 - entry.seconds / entry.baseline
         comparison = f"{gain:.1%} less than the default" if gain > 0 else "no faster than the default"
         result.notes += [
-            f"{tokens}: written: {path}; autotune.shared_ring_settings looks it up",
+            f"{tokens}: written: {path}; programs read it with autotune.shared_ring_settings",
             f"{tokens}: best: {entry.setting}, {entry.seconds * 1e3:.4g} ms ± {entry.spread:.1%} a step, {comparison}",
         ]
     elif search_result.is_complete:
-        result.failed.append(f"{tokens}: no setting runs here; see the notes of the rows")
+        result.failed.append(f"{tokens}: no setting works here; the column note has the reasons")
     return result

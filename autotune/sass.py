@@ -110,6 +110,7 @@ def matrix_loops(listing: str) -> Iterator[Loop]:
 
 
 def read_loop(lines: list[str]) -> Loop:
+    """Count the instructions in the lines of a loop."""
     matrix = sum(bool(MATRIX.search(line)) for line in lines)
     waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
     hopper = any("HGMMA" in line for line in lines)
@@ -184,7 +185,10 @@ def instruction_mix(loop: Loop, warps: int) -> tuple[InstructionMix, Instruction
 def count_mix(
     instructions: Sequence[tuple[str, str]], warps: int, products_done: Sequence[tuple[float, float]]
 ) -> InstructionMix:
-    """Return the mix of a list of instructions with the given products."""
+    """Return the mix of instructions, given as (name, operands), of a block with ``warps`` warps.
+
+    ``products_done`` has the (multiply-adds, operand bytes) of each matrix product among them.
+    """
     counts = {unit: sum(bool(kind.match(name)) for name, _ in instructions) for unit, kind in UNITS.items()}
     fma = counts.pop("fma") + 2 * counts.pop("packed")
     moved = sum(access_bytes(name, ("LDS", "STS", "LDSM", "STSM", "LDGSTS")) for name, _ in instructions)
@@ -219,7 +223,7 @@ def access_bytes(name: str, kinds: tuple[str, ...]) -> int:
 
 
 def tma_bytes(instructions: Sequence[tuple[str, str]]) -> int:
-    """Return the bytes that TMA loads for a block, taken from the expected bytes of the mbarriers."""
+    """Return the bytes that TMA loads for a block, which the mbarriers are told to expect."""
     expected, constants = 0, dict[str, int]()
     for name, operands in instructions:
         first, *_, last = operands.split(", ") if ", " in operands else (operands, "")

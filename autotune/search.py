@@ -44,11 +44,12 @@ class TimedRun:
 
     @classmethod
     def from_nvml(cls, seconds: float, clocks: Mapping[str, Any], beside: float | None = None) -> TimedRun:
-        """Build a reading from NVML's clocks and throttle reasons after the run."""
+        """Build a run from its seconds and the readings of a :class:`nvml.GpuReader` after it.
+
+        ``beside`` is the seconds of another run during a transfer.
+        """
         throttled = tuple(reason for reason in clocks.get("throttled", ()) if reason in SLOWDOWN_REASONS)
-        return cls(
-            seconds, throttled, {name: float(clocks[name]) for name in clocks if name != "throttled"}, beside
-        )  # fmt: skip
+        return cls(seconds, throttled, {name: float(clocks[name]) for name in clocks if name != "throttled"}, beside)
 
 
 class Budget:
@@ -58,6 +59,7 @@ class Budget:
         self._now, self._ends = now, now() + seconds
 
     def left(self) -> float:
+        """Return the remaining seconds, at least 0."""
         return max(0.0, self._ends - self._now())
 
     def share(self, parts: int) -> Budget:
@@ -66,6 +68,7 @@ class Budget:
 
 
 def samples(readings: Sequence[TimedRun]) -> Samples:
+    """Return the seconds of the runs as samples, which have a median and a spread."""
     return Samples(tuple(reading.seconds for reading in readings))
 
 
@@ -97,7 +100,7 @@ class SearchResult(Generic[C]):
     errors: Mapping[C, str]
     """Candidates that failed the check, with the reason."""
     is_complete: bool
-    """Whether the search ended before its budget."""
+    """Whether the search ended by itself, and not because its budget ended."""
 
 
 def search(
@@ -148,7 +151,7 @@ def successive_halving(
     """Run all candidates in turns, then the better half twice as often, and so on; the baseline always stays.
 
     Returns:
-        All readings, and whether the search ended before its budget.
+        All runs, and True if the search ended by itself, and not because its budget ended.
     """
     readings: dict[C, list[TimedRun]] = {candidate: [] for candidate in candidates}
     remaining, turns = [*readings], FIRST_TURNS
@@ -176,7 +179,10 @@ def ranking_seconds(readings: Sequence[TimedRun]) -> float:
 
 
 def fastest_candidate(readings: Mapping[C, Sequence[TimedRun]], baseline: C, complete: bool = True) -> C | None:
-    """Return the fastest candidate, or the baseline if the gain is within the spread, or None without enough runs."""
+    """Return the fastest candidate, or the baseline if the gain is within the spread, or None without enough runs.
+
+    If the search is not ``complete``, all candidates with MIN_TURNS runs are compared by equally many runs.
+    """
     enough = {candidate: runs for candidate, runs in readings.items() if len(runs) >= MIN_TURNS}
     if not enough:
         return None

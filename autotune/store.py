@@ -86,6 +86,8 @@ def merge_entries(old_entries: Iterable[TableEntry], new_entries: Iterable[Table
 
 
 class Line(NamedTuple):
+    """One line of the journal."""
+
     digest: str
     key: str
     value: Mapping[str, Any]
@@ -109,7 +111,7 @@ class Journal:
         try:
             lines = read_file(path).splitlines() if path.exists() else []
         except ValueError as error:
-            raise ValueError(f"{path} cannot be read: {error}; delete it") from None
+            raise ValueError(f"{path} cannot be read: {error}. Delete the file") from None
         for line in lines:
             with suppress(ValueError):
                 read: Line = convert_json(Line, parse_object(line), "line")

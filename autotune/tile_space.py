@@ -48,10 +48,10 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}: it must be a multiple of the {self.kv_heads} heads of keys")
+            raise ValueError(f"heads is {self.heads}: it must be a multiple of kv_heads, {self.kv_heads}")
         for name in ("head_dim", "value_dim"):
             if not 1 <= getattr(self, name) <= 256:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be 1 to 256")
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be between 1 and 256")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
 
@@ -84,7 +84,7 @@ def model_points(
         ValueError: There is no length, or a length is below 1.
     """
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"seqlen is {[*lengths]}: it takes at least one length, and each must be at least 1")
+        raise ValueError(f"seqlen is {[*lengths]}: it must have at least one length, and all must be at least 1")
     masks = ("full", "bounded") if causal else ("full",)
     return [
         TuningPoint(kernel, shape.dtype, shape.head_dim, shape.value_dim, shape.group, mask, length)
@@ -144,7 +144,7 @@ def tile_candidates(point: TuningPoint, arch: int) -> list[Tile]:
 
 
 def nearest_tiles(tiles: Sequence[Tile], tile: Tile, count: int) -> list[Tile]:
-    """Return the ``count`` candidates without options that are nearest to ``tile``, which comes first.
+    """Return the ``count`` candidates without options that are nearest to ``tile``, the nearest first.
 
     The distance counts doublings of a side or of the warps, and stages.
     """
@@ -171,6 +171,7 @@ def _choices(field_values: FieldValues) -> Iterator[dict[str, Any]]:
 
 
 def _tiles(point: TuningPoint) -> list[Tile]:
+    """Return every combination of tile sides, warps and stages that is tried for a kernel."""
     resident, streamed = (FLOAT32_SIDES, FLOAT32_SIDES) if point.dtype == "fp32" else (RESIDENT_ROWS, STREAMED_ROWS)
     queries, keys = (resident, streamed) if point.kernel in ("forward", "dq") else (streamed, resident)
     return [Tile(*sizes) for sizes in product(queries, keys, WARPS, STAGES)]
@@ -218,7 +219,7 @@ def _accepts_options(options: Mapping[str, Any], tile: Tile, point: TuningPoint,
 
 
 def register_values(tile: Tile, point: TuningPoint) -> int:
-    """Return the fp32 values that a program holds: accumulators, scores, and in the backward their gradients."""
+    """Return the number of fp32 values of a program in registers: accumulators, scores and gradients of scores."""
     scores = tile.block_q * tile.block_k
     if point.kernel == "forward":
         return tile.block_q * point.head_dim_v + scores

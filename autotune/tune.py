@@ -112,7 +112,7 @@ class PointResult:
         )
 
     def as_row(self) -> dict[str, Any]:
-        """Return the row with the columns of :data:`UNITS`."""
+        """Return the table row of this point, with the columns of :data:`UNITS`."""
         ranked, tile, runs, baseline = self.ranked, self.tile, self.best_runs, self.baseline_seconds
         row: dict[str, Any] = {
             "kernel": self.point.kernel, "mask": self.point.mask, "tokens": self.point.length,
@@ -155,6 +155,7 @@ def compile_points(config: TuneConfig, journal: Journal, pool: Pool, step: Progr
 
 
 def _compiled(config: TuneConfig, point: TuningPoint, compiler: Compiler) -> PointResult:
+    """Compile and rank the candidates of one point, and compile the launches that measuring it needs."""
     arch, heads, default = config.gpu.arch, config.shape.heads, tile_without_table(point, config.gpu.arch)
     assert default is not None
     tiles = tile_candidates(point, arch)
@@ -214,7 +215,7 @@ class DeviceBreakage(NamedTuple):
 
 
 def check_on_device(trials: Any, point: TuningPoint, gpu: GpuSpec, journal: Journal, tile: Tile) -> str | None:
-    """Return the problem of a tile or None; a tile that broke the device in an earlier run does not run again."""
+    """Return the problem of a tile or None. A tile that broke the device in an earlier run does not run again."""
     key = f"{gpu.name} {installed_driver()} | {point_text(point)} | {tile_text(tile)}"
     if (broken := journal.get(key, DeviceBreakage)) is not None:
         return broken.wrong
@@ -237,6 +238,7 @@ def estimated_entry(point_result: PointResult) -> TableEntry:
 
 
 def measured_entry(point_result: PointResult) -> TableEntry:
+    """Return a table entry with the measurements of the fastest tile."""
     assert point_result.tile is not None
     runs = point_result.best_runs
     return TableEntry(
@@ -249,6 +251,7 @@ def measured_entry(point_result: PointResult) -> TableEntry:
 
 
 def installed_driver() -> str | None:
+    """Return the version of the NVIDIA driver, or None if NVML cannot tell it."""
     try:
         return nvml.driver_version()
     except nvml.NvmlUnavailableError:
@@ -305,8 +308,7 @@ def tuning_notes(point_results: Sequence[PointResult], path: Path | None) -> lis
     if left := [result.uncompiled_jobs for result in point_results if result.uncompiled_jobs]:
         notes.append(
             f"--budget ended: {len(left)} of {len(point_results)} points are not compiled, with at least {sum(left)} "
-            "binaries; "
-            "run the same command again to continue"
+            "binaries; run the same command again to continue"
         )
     if incomplete := [
         result for result in point_results if result.search_result is not None and not result.search_result.is_complete
@@ -325,8 +327,7 @@ def tuning_notes(point_results: Sequence[PointResult], path: Path | None) -> lis
         best = min(ratios, key=ratios.__getitem__)
         notes.append(
             f"best: {sum(ratio < 1 for ratio in ratios.values())} of {len(point_results)} points are faster than the "
-            "default; "
-            f"largest gain {1 - ratios[best]:.1%} for {point_text(best)}"
+            f"default; largest gain {1 - ratios[best]:.1%} for {point_text(best)}"
         )
     elif any(result.tile is not None for result in point_results):
         notes.append("best: estimates only; kernels.default_config(q, v, estimated=True) uses them")

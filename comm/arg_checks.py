@@ -19,6 +19,7 @@ _LIST = list_like("a list")
 
 
 def _nodes(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node as tuples. Raise ValueError unless every rank from 0 on occurs exactly once."""
     nodes = tuple(tuple(map(RANK.convert, _LIST.convert(node))) for node in _LIST.convert(value))
     ranks = sorted(chain(*nodes))
     if not ranks or not all(nodes) or ranks != [*range(len(ranks))]:
@@ -27,16 +28,18 @@ def _nodes(value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _device(value: Any) -> torch.device:
+    """Return a CPU or CUDA device with its index. Raise ValueError for any other value."""
     if not isinstance(value, str | torch.device) or torch.device(value).type not in ("cpu", "cuda"):
         raise ValueError
     return with_device_index(value)
 
 
-NODES = Validator("lists of ranks, one per node: every rank from 0 on exactly once, and no empty node", _nodes)
+NODES = Validator("a list of ranks per node that has every rank from 0 on exactly once, and no empty node", _nodes)
 DEVICE = Validator("cpu or a CUDA device that torch sees", _device)
 
 
 def _power_of_two(most: int) -> Validator:
+    """Return the validator of the powers of two from 1 to `most`."""
     return narrow(integer_between(1, most), f"a power of two from 1 to {most}", lambda value: value & (value - 1) == 0)
 
 

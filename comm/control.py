@@ -37,11 +37,11 @@ INTERRUPT_TAG = 20000
 
 
 def connection_closed(group: dist.ProcessGroup, peer: int) -> bool:
-    """Return True if the connection to a peer is closed, by either side. False for backends other than gloo.
+    """Return True if this rank or `peer` has closed the gloo connection between them. Other backends give False.
 
-    A receive with an unused tag fails if gloo has seen the connection close. Otherwise the receive is dropped at once:
-    gloo holds it weakly, so no thread waits and nothing has to be ended. Each call leaves some bytes in both processes
-    until the group ends, so call it seldom.
+    Posts a receive with a tag that no rank sends, which raises if gloo has seen the connection close. Otherwise the
+    receive is dropped at once. gloo has only a weak reference to it, so no thread waits and nothing has to be
+    cancelled. Each call leaks a few bytes in both processes until the group ends, so call it seldom.
     """
     if "gloo" not in dist.get_backend_config(group):
         return False
@@ -53,7 +53,10 @@ def connection_closed(group: dist.ProcessGroup, peer: int) -> bool:
 
 
 def describe_lost_server(seconds: float) -> str:
-    """Return text for an error about the store if rank 0 of the job is found dead within `seconds`, else ""."""
+    """Return a clause for an error about the store if rank 0 of the job, which usually serves it, has died, else "".
+
+    Rank 0 counts as dead if its connection to this rank closes within `seconds`.
+    """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.rank() == 0:
         return ""
@@ -63,10 +66,11 @@ def describe_lost_server(seconds: float) -> str:
             return ""
         time.sleep(pause)
         pause *= 2
-    return ", and rank 0 of the job, which usually serves it, is gone, too"
+    return "; rank 0 of the job, which usually serves the store, is gone, too"
 
 
 def post_unmatched_receive(group: dist.ProcessGroup, peer: int) -> dist.Work:
+    """Post a one-byte receive from `peer` with a tag that no rank sends, and return its work."""
     scratch = torch.empty(1, dtype=torch.uint8, device="cpu")  # the default device may be another
     work = dist.irecv(scratch, group=group, group_src=peer, tag=INTERRUPT_TAG)
     assert work is not None
@@ -89,7 +93,7 @@ class KeyScope:
 
     gathers: int = 0  # number of gathers so far, equal on every rank
     answer: str | None = None  # rank 0's key of the last result, which other ranks may not have read yet
-    fresh: dict[str, int] = field(default_factory=dict)  # name of a fresh scope -> number of such scopes so far
+    fresh: dict[str, int] = field(default_factory=dict)  # name -> number of `new_scope` calls with this name
 
 
 class Connection(Protocol):
@@ -110,12 +114,17 @@ class Connection(Protocol):
         """
 
     def enqueue(self, do: Callable[[Store], object]) -> None:
-        """Run `do` soon. Nobody waits for it, and a failure of the store is ignored."""
+        """Run `do` with the store soon, without waiting for it. A failure of the store is ignored."""
 
     def find_dead_peer(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
-        """Return an error if one of these ranks is known to be dead. A waiting rank calls this repeatedly.
+        """Return an error that names a dead rank among `missing`, or None if none of them is known to be dead.
 
-        `names` are rank numbers for errors, and `timeout` limits the check in seconds.
+        A waiting rank calls this repeatedly.
+
+        Args:
+            missing: ranks of the group whose answers have not arrived.
+            names: numbers by which errors call the ranks of the group.
+            timeout: longest time of the check in seconds.
         """
 
     def close(self) -> None:
@@ -123,13 +132,16 @@ class Connection(Protocol):
 
 
 class CheckSchedule:
-    """Schedule of a waiting rank's expensive checks."""
+    """Schedule of checks that are too expensive for every poll of a wait, such as the check for dead ranks."""
 
     def __init__(self) -> None:
         self._since = self._last = self._next = -math.inf
 
     def is_due(self, now: float) -> bool:
-        """Return True if a check is due. Called continuously during a wait, and not between waits."""
+        """Return True if a waiting rank should check at time `now`, in seconds of `time.monotonic`.
+
+        Call it at every poll of a wait. After a pause of FIRST_CHECK_SECONDS without a call, a new wait begins.
+        """
         if now - self._last > FIRST_CHECK_SECONDS:  # a new wait has begun
             self._since, self._next = now, now + FIRST_CHECK_SECONDS
         self._last = now
@@ -148,7 +160,7 @@ class StoreConnection(Connection):
     Args:
         store: the group's store.
         seconds: timeout of connecting.
-        group: group whose dead ranks can be detected.
+        group: group whose dead ranks `find_dead_peer` detects; None detects nothing.
     """
 
     def __init__(self, store: Store, seconds: float = ANSWER_SECONDS, group: dist.ProcessGroup | None = None) -> None:
@@ -171,7 +183,7 @@ class StoreConnection(Connection):
         self._stop.atexit = False
 
     def call_store(self, do: Callable[[Store], T], timeout: float) -> T:
-        """Run `do` in the thread; see `Connection.call_store`. A failed store is not asked again."""
+        """Run `do` in the thread; see `Connection.call_store`. Once the store has failed, calls raise at once."""
         if self._gone is not None:
             raise TransportError(self._gone)
         answer: Future[T] = Future()
@@ -192,8 +204,8 @@ class StoreConnection(Connection):
             gone = describe_lost_server(0.0)
             raise TransportError(f"the store of the group has not answered for {timeout:g} s{gone}") from None
         except dist.DistError as error:
-            where, cause = describe_lost_server(FINAL_STORE_SECONDS), str(error).splitlines()[0]
-            self._gone = f"the store of the group is gone{where}: {cause}"
+            cause, where = str(error).splitlines()[0], describe_lost_server(FINAL_STORE_SECONDS)
+            self._gone = f"the store of the group is gone ({cause}){where}"
             raise TransportError(self._gone) from error
 
     def enqueue(self, do: Callable[[Store], object]) -> None:
@@ -258,7 +270,10 @@ def connect_store(group: dist.ProcessGroup, seconds: float) -> StoreConnection:
 
 
 def _own_store(store: Store, seconds: float) -> Store:
-    """Return a separate connection without the group's prefix, whose waits end after ANSWER_SECONDS."""
+    """Open another connection to the server of `store`, with keys that do not get the group's prefix.
+
+    Connecting may take `seconds`. Later waits for a key end after ANSWER_SECONDS.
+    """
     plain = getattr(store, "_underlying_non_prefix_store", store)
     if isinstance(plain, TCPStore):
         # Do not clone(): if the server is gone, clone retries for the group's timeout of half an hour. Pass half of
@@ -273,6 +288,7 @@ def _own_store(store: Store, seconds: float) -> Store:
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Run the jobs of one store thread in order until None arrives."""
     while (job := jobs.get()) is not None:
         job()
         del job  # release the caller's values before waiting for the next job
@@ -290,7 +306,7 @@ SHUT_SECONDS = 0.1
 def _join_store_threads() -> None:
     """Wait for every store thread, because a thread that returns after the interpreter's shutdown aborts the process.
 
-    After LAST_SECONDS without an answer, the socket is shut down so that the blocked call returns.
+    If a thread has not ended after FINAL_STORE_SECONDS, its socket is shut down so that the blocked call returns.
     """
     serving = [*_SERVING.items()]
     for _, jobs in serving:
@@ -321,7 +337,7 @@ class LocalConnection(Connection):
         self.call_store(do, 0.0)
 
     def find_dead_peer(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
-        """Return an error if another rank raised, or if a missing rank has returned from `fn`."""
+        """Return an error if another rank raised, or if a rank of `missing` has returned from `fn`, else None."""
         failure = self._hub.failure
         if failure is not None:
             return WorldAborted(f"{self._group} gave up waiting because another rank raised {type(failure).__name__}")
@@ -391,8 +407,8 @@ class Control:
 
         Raises:
             TypeError: `value` is not a JSON value.
-            TransportError: the store is gone, `stop` returned a reason, or ranks died or did not answer in time. Other
-                ranks also raise the error that ended rank 0's part.
+            TransportError: the store is gone, `stop` returned a reason, ranks died or did not answer in time, or an
+                error, such as one of `merge`, has ended the exchange on rank 0.
         """
         if self.size == 1:
             return decode_value(encode_value(merge([decode_value(encode_value(value), what)])), what)
@@ -416,7 +432,10 @@ class Control:
     def _merge(
         self, keys: Mapping[int, str], answer: str, merge: Callable[[list[object]], object], *, what: str, **wait: Any
     ) -> object:
-        """Merge on rank 0, and publish the result or the error for the waiting ranks."""
+        """Collect the values under `keys`, merge them on rank 0, and publish the result or the error under `answer`.
+
+        `wait` has the `timeout` and `stop` of `collect`.
+        """
         try:
             merged = decode_value(
                 encode_value(merge(self.collect(keys, what=what, **wait))), what
@@ -448,7 +467,10 @@ class Control:
         timeout: float | None = None,
         stop: Callable[[], str | None] | None = None,
     ) -> list[object]:
-        """Wait until each rank has published its key, and return the values; otherwise as `gather_merged`."""
+        """Wait until each rank in `keys` (rank -> key) has published its key, and return the values in that order.
+
+        Only the ranks that need the values call it. See `gather_merged` for the other arguments and the errors.
+        """
         self._wait_for_keys(keys, what, self._clamp_timeout(timeout), stop)
         full = [self._prefix + key for key in keys.values()]
         values = self._connection.call_store(lambda store: store.multi_get(full), self._clamp_timeout(ANSWER_SECONDS))
@@ -524,13 +546,13 @@ class Control:
         self._connection.enqueue(go)
 
     def scope(self, name: str) -> Control:
-        """Return a control of the same ranks with other keys. The same `name` gives the same keys again."""
+        """Return a control of the same ranks with keys below `name`. The same `name` gives the same keys again."""
         scope = Control(self._connection, self.rank, self.size, f"{self._prefix}{name}/", self.patience)
         scope.names, scope.stop = self.names, self.stop
         return scope
 
     def new_scope(self, name: str) -> Control:
-        """Return a control with unused keys. Every rank calls it in the same order."""
+        """Return a control whose keys no earlier call has used. Every rank calls it in the same order."""
         fresh = self._connection.scopes[self._prefix].fresh
         fresh[name] = fresh.get(name, 0) + 1
         return self.scope(f"{name}{fresh[name]}")
@@ -570,35 +592,37 @@ class Control:
         stop: Callable[[], str | None] | None,
         alternatives: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
-        """Wait for the keys in `wanted`, by rank.
+        """Wait until each rank in `wanted` (rank -> key) has published its key.
 
-        If the wait times out, the error names the ranks without their key of `alternatives`, or of `wanted` if
-        `alternatives` is empty.
+        The error of a timeout names the ranks that have not published their key in `alternatives()` (rank -> key), or
+        in `wanted` if that mapping is empty. See `gather_merged` for the other arguments.
         """
         begun, pause = time.monotonic(), FIRST_POLL_SECONDS
         missing, stop = list(wanted), stop or self.stop
 
-        def left() -> float:
+        def seconds_left() -> float:
             return min(max(begun + timeout - time.monotonic(), FINAL_STORE_SECONDS), ANSWER_SECONDS)
 
-        def there(keys: Sequence[str]) -> bool:
+        def have_keys(keys: Sequence[str]) -> bool:
             full = [self._prefix + key for key in keys]
-            return self._connection.call_store(lambda store: store.check(full), left())
+            return self._connection.call_store(lambda store: store.check(full), seconds_left())
 
-        def all_there(ranks: Sequence[int]) -> bool:
-            return there([wanted[rank] for rank in ranks])
+        def have_published(ranks: Sequence[int]) -> bool:
+            return have_keys([wanted[rank] for rank in ranks])
 
-        while not all_there(missing):
+        while not have_published(missing):
             # Poll only the first missing key, which is cheap for any number of ranks.
             while True:
                 now, reason = time.monotonic(), stop() if stop is not None else None
                 # Check for dead ranks first: a rank may publish its value and then end, and the value still counts.
-                hopeless = self._connection.find_dead_peer(missing[:1], self.names, left())
-                if all_there(missing[:1]):
+                dead_peer_error = self._connection.find_dead_peer(missing[:1], self.names, seconds_left())
+                if have_published(missing[:1]):
                     break
-                error = hopeless if reason is None else TransportError(f"{what}: {reason}")
+                error = dead_peer_error if reason is None else TransportError(f"{what}: {reason}")
                 if error is None and now >= begun + timeout:
-                    silent = [rank for rank, key in (alternatives() or wanted).items() if not there([key])] or missing
+                    silent = [
+                        rank for rank, key in (alternatives() or wanted).items() if not have_keys([key])
+                    ] or missing
                     late = ", ".join(str(self.names[rank]) for rank in silent)
                     error = TransportError(f"{what}: no answer from rank {late} within {timeout:g} s")
                 if error is not None:
@@ -618,13 +642,13 @@ def open_control(group: LocalGroup | dist.ProcessGroup, patience: float | None =
     Raises:
         TransportError: the store did not accept a connection in time.
     """
-    kept = get_group_cache(group)
+    cache = get_group_cache(group)
     if isinstance(group, LocalGroup):
-        local = kept.setdefault(CONNECTION_KEY, LocalConnection(group))
+        local = cache.setdefault(CONNECTION_KEY, LocalConnection(group))
         assert isinstance(local, LocalConnection)
         return Control(local, group.rank(), group.size(), "ringattn/", patience)
-    if CONNECTION_KEY not in kept:
-        kept[CONNECTION_KEY] = connect_store(group, min(ANSWER_SECONDS, patience or ANSWER_SECONDS))
-    connection = kept[CONNECTION_KEY]
+    if CONNECTION_KEY not in cache:
+        cache[CONNECTION_KEY] = connect_store(group, min(ANSWER_SECONDS, patience or ANSWER_SECONDS))
+    connection = cache[CONNECTION_KEY]
     assert isinstance(connection, StoreConnection)
     return Control(connection, group.rank(), group.size(), connection.prefix, patience)

@@ -34,7 +34,7 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
 
 
 def with_device_index(device: torch.device | str) -> torch.device:
-    """Return the device with an index, because "cuda" without one never equals a tensor's device."""
+    """Return the device with an index, because a tensor's device never equals "cuda" without one."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -43,11 +43,11 @@ def with_device_index(device: torch.device | str) -> torch.device:
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Make `device` current and let this thread query events while another thread captures a graph.
+    """Make `device` current, and let this thread query CUDA events while another thread captures a graph.
 
     A new thread starts on GPU 0, where its first CUDA call would create a context of about 500 MiB. `torch.cuda.graph`
-    captures in global mode, in which a query by any thread fails the capture unless that thread has exchanged its
-    capture mode. PyTorch's watchdog does the same. Does nothing on the CPU or if the process has not used CUDA.
+    captures in global mode, in which a query by any other thread breaks the capture. The block therefore runs in
+    thread-local mode, as PyTorch's watchdog does. Does nothing on the CPU or if the process has not used CUDA.
     """
     if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
@@ -68,7 +68,7 @@ _THREADS_TO_JOIN: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def join_at_exit(thread: threading.Thread) -> None:
-    """Wait for a thread that was asked to end, with a time limit only if the process uses CUDA.
+    """Wait for a thread that was asked to end. If the process uses CUDA, wait at most DRIVER_SECONDS.
 
     A thread that returns from C++ into an interpreter that is shutting down would abort the process.
     """
@@ -82,6 +82,7 @@ def wait_at_exit_for(thread: threading.Thread) -> None:
 
 @atexit.register
 def _join_all() -> None:
+    """Wait for the threads of `wait_at_exit_for`, and for those that they start meanwhile."""
     while alive := [thread for thread in list(_THREADS_TO_JOIN) if thread.is_alive()]:  # a thread may start another
         for thread in alive:
             join_at_exit(thread)
@@ -89,7 +90,7 @@ def _join_all() -> None:
 
 
 def start_thread(function: Callable[[], object], device: torch.device, name: str) -> threading.Thread:
-    """Run a function that ends by itself in a new thread on a device. The exit of the process waits for the thread."""
+    """Run `function`, which ends by itself, in a new thread on `device`. The exit of the process waits for it."""
 
     def run() -> None:
         with on_device(device):
@@ -102,14 +103,17 @@ def start_thread(function: Callable[[], object], device: torch.device, name: str
 
 
 def run_with_timeout(seconds: float, function: Callable[[], object], device: torch.device, name: str) -> bool:
-    """Run a function that may block forever in a new thread, and return True if it ends within `seconds`."""
+    """Run `function`, which may block forever, in a new thread, and return True if it ends within `seconds`.
+
+    After the timeout, the thread goes on running. `device` is the thread's current device.
+    """
     thread = start_thread(function, device, name)
     thread.join(seconds)
     return not thread.is_alive()
 
 
 def exchange_capture_mode(mode: int) -> int:
-    """Set this thread's `cudaStreamCaptureMode` and return the previous mode. A failed device keeps its mode."""
+    """Set this thread's `cudaStreamCaptureMode` and return the previous mode. Does nothing if the device has failed."""
     exchange, value = _load_exchange_mode(), ctypes.c_int(mode)
     if exchange is not None:
         exchange(ctypes.byref(value))
@@ -118,6 +122,7 @@ def exchange_capture_mode(mode: int) -> int:
 
 @functools.cache
 def _load_exchange_mode() -> Any:
+    """Return `cudaThreadExchangeStreamCaptureMode` of torch's CUDA runtime, or None with a warning if it is missing."""
     # The function must come from the CUDA runtime that torch uses, so it is looked up through torch's library. Torch
     # and CuPy do not expose it in Python, and cuda.bindings has a separate runtime.
     library = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"

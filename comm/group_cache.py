@@ -34,7 +34,7 @@ _INHERITED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def get_group_cache(group: LocalGroup | dist.ProcessGroup) -> GroupCache:
-    """Return the cache of a group, which the caller may add to."""
+    """Return the dict of objects that are closed together with `group`. The caller may add objects."""
     if not isinstance(group, dist.ProcessGroup):
         return group.cache
     close_destroyed_groups()
@@ -54,29 +54,28 @@ def close_destroyed_groups() -> None:
 
 
 def close_group_cache(cache: Mapping[object, Closeable]) -> None:
-    """Close all cached objects, the connection first because the store may be gone."""
+    """Close all cached objects. The connection is first, so that the others do not wait for a store that is gone."""
     for key, thing in sorted(cache.items(), key=lambda item: item[0] != CONNECTION_KEY):
-        device = key[0] if isinstance(key, tuple) else key
-        with on_device(
-            device if isinstance(device, torch.device) else CPU_DEVICE
-        ):  # keys of rings begin with their device
+        device = key[0] if isinstance(key, tuple) else key  # keys of rings begin with their device
+        with on_device(device if isinstance(device, torch.device) else CPU_DEVICE):
             thing.close()
 
 
 def check_not_forked(group: dist.ProcessGroup) -> None:
-    """Raise if this process inherited the group through a fork, because no peer answers here.
+    """Raise if this process inherited the group through a fork, because the group's connections do not work here.
 
     Raises:
         RuntimeError: the group belongs to the parent process.
     """
     if group in _INHERITED:
         raise RuntimeError(
-            f"group belongs to the process that process {os.getpid()} was forked from; its threads and connections do "
-            "not work here. Create a new group in this process, or start the process with spawn"
+            f"group was created before process {os.getpid()} was forked, and its threads and connections do not work "
+            "here. Create a new group in this process, or start the process with spawn"
         )
 
 
 def _after_fork() -> None:
+    """Remember the groups that the new process has inherited from its parent."""
     _INHERITED.update(dist.distributed_c10d._world.pg_map)
 
 

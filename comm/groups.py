@@ -17,7 +17,7 @@ MESH_DIMS = ("ring", "ulysses")
 
 
 def resolve_group(group: GroupLike = None) -> Group:
-    """Return the ranks that `group` names.
+    """Return the ProcessGroup or LocalGroup that the argument `group` stands for.
 
     Args:
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a `LocalWorld` member. None is the
@@ -33,12 +33,12 @@ def resolve_group(group: GroupLike = None) -> Group:
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions and a ring has one; pass {_submesh_example(group)}"
+                f"group is a DeviceMesh of {group.ndim} dimensions. It must have one; pass {_submesh_example(group)}"
             )
         members = group.get_group()
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if members is outside:
-        raise ValueError("group: this rank is not a member of the process group")
+        raise ValueError("group is a process group without this rank. Call this only on the ranks of the group")
     if isinstance(members, LocalGroup):
         return members
     if isinstance(members, dist.ProcessGroup):
@@ -61,16 +61,22 @@ def resolve_mesh(group: GroupLike) -> tuple[Group, Group] | None:
 
 
 def mesh_groups(group: GroupLike) -> tuple[Group, Group] | None:
-    """Return both groups of a two-dimensional mesh as the mesh holds them, which torch.compile can trace."""
+    """Return (ring group, Ulysses group) of a two-dimensional mesh, or None for any other group.
+
+    Unlike `resolve_mesh`, the groups are not checked, so that torch.compile can trace the function.
+
+    Raises:
+        ValueError: the mesh has dimensions with other names.
+    """
     if isinstance(group, LocalMesh):
         return group.ring, group.ulysses
     if not isinstance(group, DeviceMesh) or group.ndim != len(MESH_DIMS):
         return None
     if group.mesh_dim_names not in (None, MESH_DIMS):
         raise ValueError(
-            f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; they must be {MESH_DIMS} or "
-            "have no names. If the mesh has more dimensions, pass those of the sequence, such as "
-            f"{_submesh_example(group)}"
+            f"group is a DeviceMesh with the dimensions {group.mesh_dim_names}. Their names must be {MESH_DIMS}, "
+            "or the dimensions must have no names. If other dimensions do not shard the sequence, pass a "
+            f"submesh, such as {_submesh_example(group)}"
         )
     return group.get_group(0), group.get_group(1)
 
@@ -86,6 +92,7 @@ def group_rank_size(group: GroupLike = None) -> tuple[int, int]:
 
 
 def _submesh_example(mesh: DeviceMesh) -> str:
+    """Return the expression of a one-dimensional part of a mesh, such as `mesh["ring"]`, for an error message."""
     names = mesh.mesh_dim_names
     if not names:
         return 'mesh["ring"] of a mesh with mesh_dim_names'

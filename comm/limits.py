@@ -26,7 +26,7 @@ MAX_NCCL_CTAS = 32
 
 
 def environment_ctas(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the highest number of thread blocks that the environment allows NCCL, or None if no variable is set."""
+    """Return the highest number of thread blocks that the environment allows NCCL, or None without such a variable."""
     counts = {name: int(text) for name in CTA_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text)}
     most = [count for name, count in counts.items() if "MAX" in name]
     return min(most, default=MAX_NCCL_CTAS) if counts else None
@@ -48,7 +48,7 @@ class Limits:
             1.
 
     Raises:
-        ValueError: a limit has a value that no transport can keep.
+        ValueError: a limit is out of range, or more channels or a larger cluster are set than there are thread blocks.
     """
 
     channels: int | None = None
@@ -60,9 +60,13 @@ class Limits:
         for name, kind in LIMITS.items():
             object.__setattr__(self, name, kind.check(name, getattr(self, name)))
         if self.channels is not None and self.ctas is not None and self.channels > self.ctas:
-            raise ValueError(f"channels is {self.channels} and ctas is {self.ctas}; each channel needs a thread block")
+            raise ValueError(
+                f"channels is {self.channels}; it must be at most ctas, {self.ctas}, because each channel needs a block"
+            )
         if self.cga_cluster_size is not None and self.cga_cluster_size > self.blocks:
-            raise ValueError(f"cga_cluster_size is {self.cga_cluster_size}; there are only {self.blocks} thread blocks")
+            raise ValueError(
+                f"cga_cluster_size is {self.cga_cluster_size}; it must be at most {self.blocks}, the thread blocks"
+            )
 
     @property
     def blocks(self) -> int:
@@ -71,17 +75,17 @@ class Limits:
 
     @property
     def multiprocessors(self) -> int:
-        """Number of free multiprocessors that always have room for all thread blocks.
+        """Number of free multiprocessors with which all thread blocks of a group of transfers can certainly start.
 
-        The number exceeds `blocks` if blocks start in clusters, because every GPC may have too few free multiprocessors
-        left for one more cluster.
+        This is more than `blocks` if blocks start in clusters. Each GPC may have free multiprocessors, but too few for
+        one more cluster.
         """
         text = os.environ.get(CLUSTER_VARIABLE, "")
         cluster = self.cga_cluster_size or (int(text) if text.isdigit() else 0) or DEFAULT_CLUSTER_SIZE
         return self.blocks + MAX_GPCS * (cluster - 1)
 
     def find_unsupported(self, transport: str, *supported: str) -> str | None:
-        """Return an error text for the first limit that the transport does not support, or None."""
+        """Return an error text for the first limit that is set but not named in `supported`, or None."""
         for name in LIMITS:
             value = getattr(self, name)
             if value is not None and name not in supported:

@@ -15,12 +15,15 @@ FIRST_FILE_NUMBER = 3  # after the standard streams
 
 
 def own_process() -> list[str]:
-    """Return an identity of this process: machine with PID namespace, process number and start time."""
+    """Return [machine and PID namespace, process number, start time], which identifies this process to `has_ended`."""
     return [_machine(), str(os.getpid()), _stat(str(os.getpid()))[START_TIME]]
 
 
 def has_ended(process: object) -> bool:
-    """Return True if the process that `own_process` identified has ended; False if it runs or is not visible."""
+    """Return True if the process that `own_process` identified has ended.
+
+    Return False if the process runs, or if it is not visible from this process, as on another machine.
+    """
     match process:
         case [str(machine), str(number), str(start)] if machine and machine == _machine():
             stat = _stat(number)
@@ -29,7 +32,7 @@ def has_ended(process: object) -> bool:
 
 
 def _machine() -> str:
-    """Return a text that is equal in all processes that see each other's PIDs; "" if /proc does not tell."""
+    """Return a text that is equal in all processes that see each other's PIDs, or "" if /proc cannot be read."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip() + os.readlink(PROC / "self/ns/pid")
     except OSError:
@@ -37,6 +40,7 @@ def _machine() -> str:
 
 
 def _stat(number: str) -> list[str]:
+    """Return the fields of /proc/NUMBER/stat after the name, or those of a dead process if the file is missing."""
     try:
         return (PROC / number / "stat").read_text().rpartition(")")[2].split()
     except OSError:

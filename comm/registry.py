@@ -58,8 +58,9 @@ class TransportEntry:
         return reason or limits.find_unsupported(self.name, *self.limits)
 
     def _mismatch(self, group: Group, device: torch.device) -> str | None:
+        """Return why the transport does not support the device type or the kind of ranks, or None if it does."""
         if device.type not in self.devices:
-            return f"it moves {' and '.join(self.devices).upper()} tensors and device is {device}"
+            return f"it moves {' and '.join(self.devices).upper()} tensors, but device is {device}"
         kind = THREADS if isinstance(group, LocalGroup) else PROCESSES
         if kind in self.ranks or group.size() == 1:  # a single rank can use both kinds
             return None
@@ -84,10 +85,10 @@ def register_transport(
 ) -> None:
     """Register a transport for `Ring(transport=name)`, `auto` and all commands. Every rank must do the same.
 
-    All ranks call `factory(group, device, **opening)` together, and each gets its end of one :class:`Transport`. The
-    factory must accept further keywords. At present these are:
+    All ranks call `factory(group, device, **opening)` together, and each call returns that rank's :class:`Transport`.
+    The factory must accept any keywords in `opening`, because later versions may add some. At present these are:
 
-    - `control`: lets the ranks agree,
+    - `control`: exchanges small values between the ranks,
     - `limits`: the limits to keep,
     - `timeout`: timeout of the warm-up in seconds,
     - `members`: the ranks to reach, in ring order,
@@ -135,7 +136,7 @@ def register_transport(
         ValueError: the name is taken or not valid, or the factory is not callable.
     """
     if not isinstance(name, str) or not name or "," in name or name == AUTO:
-        raise ValueError(f"name is {short_repr(name)}; it must be a string without a comma, other than {AUTO!r}")
+        raise ValueError(f"name is {short_repr(name)}; it must be text without a comma, and not {AUTO!r}")
     if not callable(factory):
         raise ValueError(f"factory is {short_repr(factory)}; it must be a function open(group, device, **opening)")
     if name in _REGISTRY:
@@ -150,6 +151,7 @@ def unregister_transport(name: str) -> None:
 
 @cache
 def _load_entry_points() -> None:
+    """Import the modules that installed packages name in the entry points `ringattn.transports`."""
     for point in entry_points(group=ENTRY_POINTS):
         try:
             point.load()

@@ -61,7 +61,7 @@ class Windows:
 
 
 def slot_windows(transports: Sequence[Transport]) -> Windows | None:
-    """Return the windows for slots of these transports, or None if ordinary device memory is enough."""
+    """Return the windows for slots if every transport can map memory on all ranks, else None."""
     return Windows(transports) if all(hasattr(transport, "zeros") for transport in transports) else None
 
 
@@ -74,7 +74,7 @@ class Slots:
 
     def __init__(self, count: int, device: torch.device, windows: Windows | None = None) -> None:
         if count < 1:
-            raise ValueError(f"count is {count}; a ring needs at least one slot")
+            raise ValueError(f"count is {count}; it must be at least 1")
         self._device = device
         self.windows = windows
         """Allocator of the arena; None uses torch's."""
@@ -92,7 +92,10 @@ class Slots:
         return self._nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Grow every slot to at least `nbytes`. Growing waits for all recorded uses and discards the contents."""
+        """Grow every slot to at least `nbytes`. Growing waits for all recorded uses and discards the contents.
+
+        With windows, all ranks must call it at the same point of their programs.
+        """
         if nbytes <= self._nbytes:
             return
         self.drain()
@@ -116,10 +119,15 @@ class Slots:
         self._arena = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def tensors(self, slot: int, specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
-        """Return views of a slot, one per (shape, dtype), laid out one after the other and aligned to `ALIGNMENT`."""
+        """Return a view of slot `slot` for each (shape, dtype) of `specs`, in this order and aligned to `ALIGNMENT`.
+
+        Raises:
+            ValueError: the slot is too small.
+            IndexError: there is no such slot.
+        """
         needed = slot_nbytes(specs)
         if needed > self._nbytes:
-            raise ValueError(f"specs need {needed} bytes and a slot has {self._nbytes}; call reserve({needed}) first")
+            raise ValueError(f"specs need {needed} bytes, but a slot has {self._nbytes}; call reserve({needed}) first")
         views = []
         if not 0 <= slot < len(self._fences):
             raise self._slot_error(slot)
@@ -132,9 +140,10 @@ class Slots:
         return tuple(views)
 
     def form_cache(self, form: Hashable) -> dict[Any, Any]:
-        """Return the cache for objects built on one partition of the slots.
+        """Return a dict for objects that depend on how the slots are divided into tensors, such as views.
 
-        The cache is emptied when the slots grow or when `MAX_CACHED_FORMS` partitions are cached already.
+        `form` identifies the division. The dict is emptied when the slots grow, or when `MAX_CACHED_FORMS` divisions
+        are cached.
         """
         if form not in self._form_caches and len(self._form_caches) == MAX_CACHED_FORMS:
             self._form_caches.clear()
@@ -147,7 +156,7 @@ class Slots:
         self._fences[slot].append(fence)
 
     def pop_uses(self, slot: int) -> tuple[Fence, ...]:
-        """Return the fences to wait for before the slot is overwritten, and forget them."""
+        """Return the fences of all recorded uses, which the next writer of the slot waits for, and forget them."""
         if not 0 <= slot < len(self._fences):
             raise self._slot_error(slot)
         fences = tuple(self._fences[slot])

@@ -35,10 +35,10 @@ LARGE_BYTES = 1 << 20
 def check_transport(
     transport: str | TransportFactory, group: GroupLike = None, *, device: torch.device | str = "cpu"
 ) -> None:
-    """Open a transport for every case and run the case. Every rank of the group calls this together.
+    """Open a transport for every case of the suite and run the case. Every rank of the group calls this together.
 
     Raises:
-        AssertionError: with the case that failed and the reason.
+        AssertionError: a case failed; the message has this rank, the name of the case and the reason.
     """
     device = torch.device(device)
     for name, case in (CASES | (HOST_CASES if device.type == "cpu" else {})).items():
@@ -52,12 +52,13 @@ def check_transport(
 
 
 def case(function: Case) -> Case:
+    """Register a function as a case of the suite, under the function's name."""
     CASES[function.__name__] = function
     return function
 
 
-def expect(arrived: Any, expected: Any, what: str = "what arrived") -> None:
-    """Raise an `AssertionError` if two values differ."""
+def expect(arrived: Any, expected: Any, what: str = "the received value") -> None:
+    """Raise an `AssertionError` if two values or tensors differ; `what` names the value."""
     same = torch.equal(arrived, expected) if isinstance(arrived, torch.Tensor) else arrived == expected
     if not same:
         raise AssertionError(f"{what} is {arrived}, expected {expected}")
@@ -72,11 +73,11 @@ def expect_error(kind: type[Exception], words: str = "") -> Iterator[None]:
         if words not in str(error):
             raise AssertionError(f"a {kind.__name__} must contain {words!r}; its text is {str(error)!r}") from error
     else:
-        raise AssertionError(f"no error was raised, expected a {kind.__name__}")
+        raise AssertionError(f"no error was raised; a {kind.__name__} was expected")
 
 
 class CallbackFence:
-    """A fence that calls a function when it is waited for."""
+    """A fence that calls `function` when it is waited for."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.function = function
@@ -100,6 +101,7 @@ def wait_until(condition: Callable[[], object], what: str = "the condition never
 
 
 def constant_tensor(value: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return `count` int32 elements of one value."""
     return torch.full((count,), value, dtype=torch.int32, device=device)
 
 
@@ -109,20 +111,24 @@ def distinct_values(tensor: torch.Tensor) -> list[float]:
 
 
 def ring_neighbours(transport: Transport) -> tuple[int, int]:
+    """Return (next rank, previous rank) of the ring in rank order."""
     return (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
 
 
 def pass_on(
     transport: Transport, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], *after: Fence
 ) -> Fence:
-    """Post sends to the next rank and receives from the previous one. ``after`` defaults to the compute so far."""
+    """Post sends of `outgoing` to the next rank and receives into `arriving` from the previous rank; return the fence.
+
+    The post waits for the fences in `after`, or, without any, for the compute enqueued so far.
+    """
     onward, back = ring_neighbours(transport)
     sends, receives = ([Message(peer, x) for x in given] for peer, given in ((onward, outgoing), (back, arriving)))
     return transport.post(sends=sends, receives=receives, after=after or [transport.mark()])
 
 
 @case
-def a_pair_matches_in_order(transport: Transport, device: torch.device) -> None:
+def messages_between_two_ranks_arrive_in_order(transport: Transport, device: torch.device) -> None:
     _, back = ring_neighbours(transport)
     arrived: list[torch.Tensor] = []
     fences: list[Fence] = []
@@ -138,7 +144,7 @@ def a_pair_matches_in_order(transport: Transport, device: torch.device) -> None:
 
 
 @case
-def sizes_and_dtypes_arrive_bit_for_bit(transport: Transport, device: torch.device) -> None:
+def all_sizes_and_dtypes_arrive_unchanged(transport: Transport, device: torch.device) -> None:
     _, back = ring_neighbours(transport)
 
     def payload(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -158,7 +164,7 @@ def sizes_and_dtypes_arrive_bit_for_bit(transport: Transport, device: torch.devi
 
 
 @case
-def a_ring_reuses_its_slots(transport: Transport, device: torch.device) -> None:
+def slots_can_be_reused_around_the_ring(transport: Transport, device: torch.device) -> None:
     slots = Slots(3, device)
     specs = [((64, 8), torch.float32), ((5,), torch.float16)]
     slots.reserve(4096)
@@ -182,7 +188,7 @@ def a_ring_reuses_its_slots(transport: Transport, device: torch.device) -> None:
 
 
 @case
-def both_neighbours_in_one_post(transport: Transport, device: torch.device) -> None:
+def one_post_exchanges_with_both_neighbours(transport: Transport, device: torch.device) -> None:
     onward, back = ring_neighbours(transport)
     for _ in range(3):
         sends = [
@@ -195,7 +201,7 @@ def both_neighbours_in_one_post(transport: Transport, device: torch.device) -> N
 
 
 @case
-def a_rank_sends_to_itself(transport: Transport, device: torch.device) -> None:
+def a_rank_can_send_to_itself(transport: Transport, device: torch.device) -> None:
     onward, back = ring_neighbours(transport)
     mine, sums = constant_tensor(7, 33, device), torch.randn(5, 3, device=device)
     copies = (constant_tensor(0, 33, device), torch.zeros(5, 3, device=device))
@@ -217,7 +223,7 @@ def a_rank_sends_to_itself(transport: Transport, device: torch.device) -> None:
 
 
 @case
-def nothing_leaves_before_after_is_over(transport: Transport, device: torch.device) -> None:
+def sends_wait_for_the_fences_in_after(transport: Transport, device: torch.device) -> None:
     _, back = ring_neighbours(transport)
     outgoing, arrived = constant_tensor(-1, 1000, device), constant_tensor(-2, 1000, device)
 
@@ -231,7 +237,7 @@ def nothing_leaves_before_after_is_over(transport: Transport, device: torch.devi
 
 
 @case
-def nothing_arrives_before_after_is_over(transport: Transport, device: torch.device) -> None:
+def receives_wait_for_the_fences_in_after(transport: Transport, device: torch.device) -> None:
     _, back = ring_neighbours(transport)
     arrived = constant_tensor(-2, LARGE_BYTES // 4, device)
     readings: list[float] = []
@@ -243,12 +249,12 @@ def nothing_arrives_before_after_is_over(transport: Transport, device: torch.dev
     pass_on(
         transport, [constant_tensor(transport.rank, LARGE_BYTES // 4, device)], [arrived], CallbackFence(still_reading)
     ).wait()
-    expect(readings, [-2], "what a reader saw while its fence was not over")
+    expect(readings, [-2], "the values in the buffer before its fence was over")
     expect(distinct_values(arrived), [back])
 
 
 @case
-def a_post_may_follow_another(transport: Transport, device: torch.device) -> None:
+def a_post_can_send_what_an_earlier_post_receives(transport: Transport, device: torch.device) -> None:
     first, second = constant_tensor(-1, LARGE_BYTES // 4, device), constant_tensor(-1, LARGE_BYTES // 4, device)
     arrived = pass_on(transport, [constant_tensor(transport.rank, LARGE_BYTES // 4, device)], [first])
     # Send a tensor that is still arriving, as a ring that runs ahead does.
@@ -258,7 +264,7 @@ def a_post_may_follow_another(transport: Transport, device: torch.device) -> Non
 
 
 @case
-def posts_run_ahead(transport: Transport, device: torch.device) -> None:
+def many_posts_can_be_queued_before_any_wait(transport: Transport, device: torch.device) -> None:
     """Send twice around the ring, posting every hop before waiting for any."""
     held = constant_tensor(transport.rank, 1000, device)
     fences: list[Fence] = [transport.mark()]
@@ -273,7 +279,7 @@ def posts_run_ahead(transport: Transport, device: torch.device) -> None:
 
 
 @case
-def done_says_what_is_over(transport: Transport, device: torch.device) -> None:
+def done_becomes_true_without_a_wait(transport: Transport, device: torch.device) -> None:
     _, back = ring_neighbours(transport)
     wait_until(transport.mark().done)  # a device passes a point some time after the host
     tensor, arrived = (
@@ -288,7 +294,7 @@ def done_says_what_is_over(transport: Transport, device: torch.device) -> None:
 
 
 @case
-def a_sent_buffer_is_free_after_the_wait(transport: Transport, device: torch.device) -> None:
+def a_sent_buffer_can_be_overwritten_after_the_wait(transport: Transport, device: torch.device) -> None:
     onward, back = ring_neighbours(transport)
     outgoing, arrived = (
         constant_tensor(5 + transport.rank, LARGE_BYTES, device),
@@ -313,7 +319,7 @@ def a_sent_buffer_is_free_after_the_wait(transport: Transport, device: torch.dev
 
 
 @case
-def waiting_is_idempotent(transport: Transport, device: torch.device) -> None:
+def a_fence_can_be_waited_for_repeatedly(transport: Transport, device: torch.device) -> None:
     _, back = ring_neighbours(transport)
     arrived = constant_tensor(0, 4, device)
     fence = pass_on(transport, [constant_tensor(transport.rank, 4, device)], [arrived])
@@ -327,7 +333,7 @@ def waiting_is_idempotent(transport: Transport, device: torch.device) -> None:
 
 
 @case
-def sending_leaves_autograd_alone(transport: Transport, device: torch.device) -> None:
+def transfers_do_not_affect_autograd(transport: Transport, device: torch.device) -> None:
     _, back = ring_neighbours(transport)
     weight = torch.full((6,), float(transport.rank), device=device, requires_grad=True)
     doubled = weight * 2
@@ -335,12 +341,12 @@ def sending_leaves_autograd_alone(transport: Transport, device: torch.device) ->
     pass_on(transport, [doubled], [arrived]).wait()
     torch.autograd.backward(doubled.sum())
     expect(weight.grad is not None and distinct_values(weight.grad), [2.0], "the gradient")
-    expect(arrived.requires_grad, False, "requires_grad of what arrived")
+    expect(arrived.requires_grad, False, "requires_grad of the received tensor")
     expect(distinct_values(arrived), [2.0 * back])
 
 
 @case
-def gather_is_in_rank_order(transport: Transport, device: torch.device) -> None:
+def gather_returns_values_in_rank_order(transport: Transport, device: torch.device) -> None:
     for step in range(3):
         gathered = transport.gather({"rank": transport.rank, "step": step, "shape": [1, transport.rank]})
         expect(gathered, [{"rank": rank, "step": step, "shape": [1, rank]} for rank in range(transport.size)])
@@ -348,7 +354,7 @@ def gather_is_in_rank_order(transport: Transport, device: torch.device) -> None:
 
 
 @case
-def wrong_messages_are_refused(transport: Transport, device: torch.device) -> None:
+def invalid_messages_raise_before_anything_is_sent(transport: Transport, device: torch.device) -> None:
     me, tensor = transport.rank, constant_tensor(0, 6, device)
     wrong: list[tuple[list[Message], list[Message]]] = [
         ([Message(transport.size, tensor)], []),  # no such peer
@@ -366,7 +372,7 @@ def wrong_messages_are_refused(transport: Transport, device: torch.device) -> No
 
 
 @case
-def every_pair_warms_up(transport: Transport, device: torch.device) -> None:
+def warm_up_works_for_every_pair_of_ranks(transport: Transport, device: torch.device) -> None:
     ranks = range(transport.size)
     for _ in range(2):
         transport.warm_up([*itertools.permutations(ranks, 2), *((rank, rank) for rank in ranks)])
@@ -376,7 +382,7 @@ def every_pair_warms_up(transport: Transport, device: torch.device) -> None:
 
 
 @case
-def an_aborted_transport_refuses_posts(transport: Transport, device: torch.device) -> None:
+def posts_after_an_abort_raise_its_reason(transport: Transport, device: torch.device) -> None:
     transport.gather(None)  # do not abort during another rank's last transfer
     transport.abort("somebody said so")
     transport.abort("for the second time")
@@ -386,7 +392,7 @@ def an_aborted_transport_refuses_posts(transport: Transport, device: torch.devic
     transport.close()
 
 
-def abort_ends_a_wait(transport: Transport, device: torch.device) -> None:
+def abort_ends_a_blocked_receive(transport: Transport, device: torch.device) -> None:
     """Abort rank 0's receive from another thread, without any sender. The other ranks wait until that is over."""
     onward, back = ring_neighbours(transport)
     if transport.size == 1:  # a single rank never waits
@@ -416,11 +422,11 @@ def abort_ends_a_wait(transport: Transport, device: torch.device) -> None:
         transport.post(sends=[], receives=[])
 
 
-HOST_CASES[abort_ends_a_wait.__name__] = abort_ends_a_wait
+HOST_CASES[abort_ends_a_blocked_receive.__name__] = abort_ends_a_blocked_receive
 
 
 @case
-def closing_twice_is_fine(transport: Transport, device: torch.device) -> None:
+def close_can_be_called_twice(transport: Transport, device: torch.device) -> None:
     transport.gather(None)  # do not close during another rank's last transfer
     transport.close()
     transport.close()

@@ -29,9 +29,9 @@ class Message(NamedTuple):
 
 
 class Placed(Message):
-    """A message whose sender knows the receiver's slot. A transport may write there directly or ignore the hint.
+    """A message to a slot at an offset that the sender knows. A transport may write there directly or ignore the hint.
 
-    ``into`` is the corresponding part of this rank's own slots. It has the receiver's size and offset.
+    ``into`` is the part of this rank's own slots that has the same offset and size as the receiver's slot.
     """
 
     into: torch.Tensor
@@ -43,7 +43,7 @@ class Placed(Message):
 
 
 class Fence(Protocol):
-    """A point in the order of a compute stream or of the transfer stream."""
+    """Handle for a point in the work of a stream, such as the end of a post, that the host or a stream can wait for."""
 
     def wait(self) -> None:
         """Order later work on the current stream after this point; host transports block instead.
@@ -146,7 +146,12 @@ DONE = DoneFence()
 def check_messages(
     transport: Transport, device: torch.device, sends: Sequence[Message], receives: Sequence[Message]
 ) -> None:
-    """Raise ValueError, before anything is sent, for a message that would be misread or would hang."""
+    """Check all messages of a post before anything is sent.
+
+    Raises:
+        ValueError: a peer is not a rank, a tensor is on another device, empty or not contiguous, or the sizes of the
+            messages from this rank to itself differ between `sends` and `receives`.
+    """
     to_self: list[int] = []
     from_self: list[int] = []
     rank, size = transport.rank, transport.size
@@ -158,18 +163,20 @@ def check_messages(
                 own.append(tensor.nbytes)
     if to_self != from_self:
         raise ValueError(
-            f"rank {transport.rank} sends itself messages of {to_self} bytes and receives {from_self}; "
-            "both ends of a message to itself belong in one post"
+            f"rank {transport.rank} sends itself messages of {to_self} bytes, but receives {from_self} bytes from "
+            "itself; one post must have both ends of such a message"
         )
 
 
 def _describe_problem(peer: int, tensor: torch.Tensor, size: int, device: torch.device) -> str:
+    """Return why a message cannot be sent or received."""
     if not 0 <= peer < size:
-        return f"peer is {peer}; the ranks of this group are 0 to {size - 1}"
+        return f"peer is {peer}; it must be between 0 and {size - 1}"
     if tensor.device != device:
-        return f"the tensor is on {tensor.device}; this transport moves tensors on {device}"
+        return f"the tensor is on {tensor.device}; it must be on the transport's device, {device}"
     if not tensor.is_contiguous():
-        return f"shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous; call .contiguous() first"
+        shape = tuple(tensor.shape)
+        return f"the tensor of shape {shape} and strides {tensor.stride()} is not contiguous; call .contiguous() first"
     return f"the tensor of shape {tuple(tensor.shape)} is empty; leave the message out on both sides"
 
 
@@ -178,7 +185,7 @@ ZLIB_PREFIX = b"x"  # first byte of zlib data; JSON never starts with it
 
 
 def encode_value(value: object) -> bytes:
-    """Encode a value for other ranks as JSON, compressed if long. Received data must never be code, so pickle is out.
+    """Encode a value for other ranks as JSON, compressed if long. Not as a pickle, which could run received code.
 
     Raises:
         TypeError: JSON cannot represent the value.
@@ -224,7 +231,7 @@ BLOCK_STRIDE = 59
 
 
 def ring_edges(order: Sequence[int]) -> list[Edge]:
-    """Return both directions of every edge of the ring through `order`."""
+    """Return both directions of every edge of the ring whose ranks are `order`."""
     onward = list(zip(order, [*order[1:], *order[:1]], strict=True))
     return list(dict.fromkeys(onward + [(destination, source) for source, destination in onward]))
 
@@ -259,7 +266,7 @@ class TransportBase(Transport):
         for source, destination in edges:
             if not (0 <= source < self.size and 0 <= destination < self.size):
                 raise ValueError(
-                    f"edges has ({source}, {destination}); the ranks of this group are 0 to {self.size - 1}"
+                    f"edges has ({source}, {destination}); its ranks must be between 0 and {self.size - 1}"
                 )
         fresh = [edge for edge in dict.fromkeys(edges) if edge not in self._warm]
         if not fresh:
@@ -284,7 +291,7 @@ class TransportBase(Transport):
         return None
 
     def _exchange_patterns(self, edges: Sequence[Edge]) -> str | None:
-        """Send and receive the patterns, and return a description of wrong bytes that arrived on this rank."""
+        """Send and receive the patterns. Return a description of wrong bytes that arrived on this rank, or None."""
         rank, device = self.rank, self._device
         sends = [Message(edge[1], _pattern(edge, device)) for edge in edges if edge[0] == rank]
         arriving = [edge for edge in edges if edge[1] == rank]
@@ -302,7 +309,7 @@ class TransportBase(Transport):
 
     @contextmanager
     def _deadline(self, late: str) -> Iterator[threading.Event]:
-        """Abort the transport if the warm-up takes too long, and set the event then."""
+        """Abort the transport with reason `late` and set the yielded event if the block exceeds the timeout."""
         expired = threading.Event()
 
         def expire() -> None:

@@ -66,12 +66,16 @@ class Hub:
             return self._sub_hubs[name, ranks]
 
     def put(self, box: Hashable, item: object) -> None:
+        """Append an item to a mailbox, and wake the ranks that wait."""
         with self._changed:
             self._boxes.setdefault(box, deque()).append(item)
             self._changed.notify_all()
 
     def take(self, box: Hashable, peer: int, what: str, channel: int, patience: float) -> Any:
-        """Take the next item of a box that `peer` fills on a channel, waiting at most `patience` seconds."""
+        """Return the next item of a mailbox that `peer` fills, waiting at most `patience` seconds.
+
+        `what` describes the wait in errors. `stop` on `channel` ends the wait.
+        """
         with self._changed:
             self._wait_until(lambda: box in self._boxes, peer, what, channel, patience)
             item = self._boxes[box].popleft()
@@ -80,13 +84,16 @@ class Hub:
             return item
 
     def confirm_copy(self, parcel: Parcel, taken: Fence) -> None:
-        """Give the sender of a parcel the fence of the receiver's copy."""
+        """Give the sender of a parcel the fence of the receiver's copy, and drop the tensor."""
         with self._changed:
             parcel.copied_fence, parcel.tensor = taken, None
             self._changed.notify_all()
 
     def wait_until_copied(self, parcel: Parcel, peer: int, what: str, channel: int, patience: float) -> Fence:
-        """Block until `peer` has enqueued its copy of the parcel, and return the fence of that copy."""
+        """Block until `peer` has enqueued its copy of the parcel, and return the fence of that copy.
+
+        See `take` for the other arguments.
+        """
         with self._changed:
             self._wait_until(lambda: parcel.copied_fence is not None, peer, what, channel, patience)
         assert parcel.copied_fence is not None
@@ -96,17 +103,17 @@ class Hub:
         """Reset the set of returned ranks before a run."""
         with self._changed:
             self._returned_ranks.clear()
-            for line in self._sub_hubs.values():
-                line.begin_run()
+            for sub_hub in self._sub_hubs.values():
+                sub_hub.begin_run()
 
     def end_rank(self, rank: int) -> None:
         """Record that a rank has returned, and wake all ranks that wait for it."""
         with self._changed:
             self._returned_ranks.add(rank)
             self._changed.notify_all()
-            for (_, ranks), line in self._sub_hubs.items():
+            for (_, ranks), sub_hub in self._sub_hubs.items():
                 if rank in ranks:
-                    line.end_rank(ranks.index(rank))
+                    sub_hub.end_rank(ranks.index(rank))
 
     def find_returned(self, peers: Iterable[int]) -> list[int]:
         """Return those of `peers` that have returned and will not act any more."""
@@ -114,22 +121,23 @@ class Hub:
             return sorted(self._returned_ranks.intersection(peers))
 
     def abort(self, error: BaseException, note: str) -> None:
-        """Wake every waiting rank with an error; the first error is kept."""
+        """End all waits with an error, and add `note` to it. If there was an earlier error, that one is kept."""
         with self._changed:
             if self.failure is None:
                 error.add_note(note)
                 self.failure = error
             self._changed.notify_all()
-            for line in self._sub_hubs.values():
-                line._give_up(self.failure)
+            for sub_hub in self._sub_hubs.values():
+                sub_hub._give_up(self.failure)
 
     def _give_up(self, error: BaseException) -> None:
+        """End all waits of this sub-hub because a rank of the whole world raised."""
         with self._changed:
             self.failure = error
             self._changed.notify_all()
 
     def stop(self, channel: int, reason: str) -> None:
-        """Wake every rank that waits on a channel; the first reason is kept."""
+        """End all waits on a channel with `reason`. If the channel was stopped before, the first reason is kept."""
         with self._changed:
             self._stopped.setdefault(channel, reason)
             self._changed.notify_all()
@@ -139,6 +147,12 @@ class Hub:
         return self._stopped.get(channel)
 
     def _wait_until(self, ready: Callable[[], bool], peer: int, what: str, channel: int, patience: float) -> None:
+        """Wait until `ready` returns True. The caller holds the lock. See `take` for the other arguments.
+
+        Raises:
+            WorldAborted: a rank raised.
+            TransportError: the channel was stopped, `peer` has returned, or `patience` seconds have passed.
+        """
         deadline = time.monotonic() + patience
         while not ready():
             if self.failure is not None:
@@ -149,12 +163,12 @@ class Hub:
                 raise TransportError(f"{what}: rank {self.names[peer]} has already returned")
             if not self._changed.wait(deadline - time.monotonic()):
                 raise TransportError(
-                    f"{what}: nothing happened for {patience:g} s; do all ranks post in the same order?"
+                    f"{what}: nothing happened for {patience:g} s. Check that all ranks post in the same order"
                 )
 
 
 class LocalGroup:
-    """One virtual rank's membership in a `LocalWorld`: the argument of `fn`, and a value for `group`."""
+    """One virtual rank's membership in a `LocalWorld`: the argument of `fn`, and a value for every `group`."""
 
     def __init__(self, hub: Hub, rank: int, member: LocalGroup | None = None) -> None:
         self._hub = hub
@@ -180,11 +194,14 @@ class LocalGroup:
         The other ranks respond only while `LocalWorld.run` runs them, and only in their own threads. By default PyTorch
         runs the backward pass of all CUDA nodes of one device in an extra thread. `run` disables that for the threads
         of its ranks.
+
+        Raises:
+            RuntimeError: the caller is not the thread in which `run` calls `fn` for this rank.
         """
         if self._hub.size > 1 and (threading.get_ident() != self._world_member._thread or os.getpid() != self._process):
             raise RuntimeError(
-                f"{self} was used from thread {threading.current_thread().name!r}, but the other ranks only respond "
-                "inside the call that LocalWorld.run makes for this rank. Call backward() inside fn"
+                f"{self} was used from thread {threading.current_thread().name!r}. It works only in the thread in "
+                "which LocalWorld.run calls fn for this rank. Call backward() inside fn"
             )
 
     def mesh(self, ring: int, ulysses: int) -> LocalMesh:
@@ -307,6 +324,7 @@ class LocalWorld:
         self.close()
 
     def _run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
+        """Run `fn` on all ranks, and raise the first error after all ranks have ended."""
         hub = self._hub
         caller = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         call = functools.partial(self._call, fn, torch.is_grad_enabled(), caller)
@@ -325,6 +343,10 @@ class LocalWorld:
     def _call(
         self, fn: Callable[[LocalGroup], T], grad: bool, caller: torch.cuda.Stream | None, group: LocalGroup
     ) -> T:
+        """Run `fn` for one rank in the rank's thread. An error also ends the waits of all other ranks.
+
+        `grad` and `caller` are the gradient mode and the current stream of the thread that called `run`.
+        """
         hub = group._hub
         try:
             group._thread = threading.get_ident()  # the only thread that may act for this rank
@@ -338,6 +360,7 @@ class LocalWorld:
             hub.end_rank(group.rank())
 
     def _reset_groups(self) -> None:
+        """Close everything cached for the ranks, and make new groups with a new hub."""
         # After a failure, mailboxes may hold messages that nobody fetched. A new hub starts without them.
         self._hub = Hub(len(self._workers), self._timeout)
         for group in self._groups:
@@ -360,12 +383,14 @@ class LocalWorld:
 
 
 def _prepare_thread(device: torch.device) -> None:
+    """Set up the thread of one rank: its device, and a backward pass that runs in the same thread."""
     torch.autograd.set_multithreading_enabled(False)  # for this thread; see LocalGroup.check_thread
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _end(workers: Sequence[ThreadPoolExecutor], groups: Sequence[LocalGroup]) -> None:
+    """End the ranks' threads without waiting for them, and close everything cached for the ranks."""
     for worker in workers:
         worker.shutdown(wait=False)
     for group in groups:

@@ -49,6 +49,7 @@ class CallSummary:
         return self.schedule_for(self.mask)
 
     def schedule_for(self, mask: Mask) -> Schedule:
+        """Return the schedule of the same call with another mask."""
         world = self.layout.world
         if world % self.nodes or world == self.nodes > 1:
             raise ValueError(f"nodes is {self.nodes}: it must divide {world} ranks into equal nodes of at least 2")
@@ -70,7 +71,7 @@ class CallSummary:
 
     @cached_property
     def pairs(self) -> IntGrid:
-        """Visible (query, key) pairs, ``[rank, hop]``, of one batch row, or of all rows if their masks differ."""
+        """Visible (query, key) pairs of one batch row, or of all rows if their masks differ, ``[rank, hop]``."""
         by_shard = np.stack([_pairs_by_shard(self, rank) for rank in range(self.layout.world)])
         return np.take_along_axis(by_shard, self.shards, axis=1)
 
@@ -93,7 +94,7 @@ class CallSummary:
 
 
 def _pairs_by_shard(call: CallSummary, rank: int) -> IntGrid:
-    """Return the visible pairs of one rank's queries with the keys of each shard."""
+    """Return the number of visible pairs of one rank's queries with the keys of each shard, ``[world]``."""
     world, queries = call.layout.world, call.layout.positions(rank)
     if call.mask.blocks is None:
         parts = (part for row in call.mask.rows for part in row.parts)
@@ -107,7 +108,10 @@ def _pairs_by_shard(call: CallSummary, rank: int) -> IntGrid:
 
 
 def _pairs_of_part(call: CallSummary, part: Mask, queries: torch.Tensor) -> IntGrid:
-    """Return the number of pairs per shard, by counting the queries that see each key."""
+    """Return the number of visible pairs of some queries with the keys of each shard, in one part of a mask.
+
+    Counts for each key the queries that see it.
+    """
     seqlen = call.layout.seqlen
     lo, hi = (end.clamp(0, seqlen).numpy() for end in part.interval(queries))
     lo, hi = lo[lo < hi], hi[lo < hi]
@@ -158,6 +162,7 @@ def _visible(part: Mask, first: IntGrid, last: IntGrid) -> npt.NDArray[np.bool_]
 
 
 def hop_rows(call: CallSummary) -> list[dict[str, Any]]:
+    """Return a table row per rank and hop, with the hop of the schedule and its visible pairs."""
     pairs = call.pairs.tolist()
     return [
         {"rank": rank, **asdict(hop), "pairs": pairs[rank][hop.index]}

@@ -46,6 +46,7 @@ def _title(call: CallSummary) -> str:
 
 
 def _colours(name: str, where: Any) -> Any:
+    """Return a colour map with the colours of matplotlib's map ``name`` at the positions ``where``, from 0 to 1."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -96,6 +97,7 @@ def _draw_owners(axes: Any, ranks: IntGrid, world: int) -> None:
 
 
 def _ticks(world: int) -> list[int]:
+    """Return evenly spaced ticks, at most LABELLED."""
     return list(range(0, world, -(-world // LABELLED)))
 
 

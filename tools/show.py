@@ -88,15 +88,14 @@ def show(
         raise typer.BadParameter(
             f"{tokens:,} tokens over {count:,} ranks{f' in blocks of {block}' if block else ''} are too many: they "
             f"need {human_count(needed, 'B')} of at most {human_count(MOST_BYTES, 'B')}, and tokens times ranks may "
-            "be at most "
-            f"{MAX_TOKENS_TIMES_RANKS:,}; `ringattn predict` takes any number"
+            f"be at most {MAX_TOKENS_TIMES_RANKS:,}. `ringattn predict` takes any number"
         )
     if not tokens:
-        raise typer.BadParameter("there are 0 tokens; pass at least 1")
+        raise typer.BadParameter("--seqlen or --lengths gives 0 tokens; pass at least 1")
     try:
         boundaries = document_boundaries(tokens, cu_seqlens, documents, documents_seed)
         if per_document and (boundaries is None or lengths is not None or layout is not LayoutName.zigzag):
-            raise ValueError("--per-document needs --documents or --cu-seqlens, and the layout zigzag")
+            raise ValueError("--per-document needs --documents or --cu-seqlens, and --layout zigzag")
         if lengths is not None:
             token_layout, name = Layout.uneven(lengths), "uneven"
         elif per_document:

@@ -107,12 +107,12 @@ class Link(NamedTuple):
     """Link between two ranks."""
 
     kind: str
-    """``nvlink``, ``pcie``, ``network_link``, ``one gpu`` or ``host memory``."""
+    """``nvlink``, ``pcie``, ``network``, ``one gpu``, ``host memory`` or ``unknown``."""
     text: str
     gigabytes_per_second: float | None
     """Expected per direction; None if unknown."""
     distance: int = 0
-    """Orders links of equal bandwidth. The fewer common ancestors, the larger the distance."""
+    """Larger if the devices share fewer PCIe ancestors; ranks links of equal bandwidth."""
 
     @property
     def rank(self) -> tuple[bool, float, int]:
@@ -139,14 +139,17 @@ def link_between(a: DeviceInfo, b: DeviceInfo) -> Link:
 
 
 def pairs_by_link(devices: Iterable[DeviceInfo]) -> dict[str, int]:
-    """Return the number of GPU pairs by the text of their link, for pairs within one host."""
+    """Count the pairs of GPUs within one host by the text of their link, such as ``NVLink 4 x18 switch``."""
     gpus = [device for device in dict.fromkeys(devices) if device.gpu is not None]
     pairs = [link_between(a, b).text for a, b in combinations(gpus, 2) if a.host == b.host]
     return dict(Counter(pairs))
 
 
 def network_link(ends: Iterable[tuple[Nic | None, int]]) -> Link:
-    """Return the network link between two NICs, each given with the number of ranks that share it."""
+    """Return the network link between two NICs. Each end is (NIC, number of ranks that share the NIC).
+
+    The rate is unknown if a NIC or its rate is unknown.
+    """
     ends = [*ends]
     rates = [nic.gigabits / sharers if nic is not None and nic.gigabits else None for nic, sharers in ends]
     names = " - ".join(dict.fromkeys("unknown NIC" if nic is None else nic.name for nic, _ in ends))
@@ -181,6 +184,7 @@ def count_shared_ancestors(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def _nvlink(a: DeviceInfo, b: DeviceInfo) -> Link | None:
+    """Return the NVLink between two devices, direct or through switches, or None."""
     joined = a.host == b.host or (a.fabric is not None and a.fabric == b.fabric)
     if not joined or (a.gpu is not None and a.gpu == b.gpu and a.host == b.host):
         return None
@@ -271,7 +275,7 @@ def nvml_handle(device: torch.device) -> tuple[Any, Any]:
         return nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError as error:
         raise NvmlUnavailableError(
-            f"NVML knows no {uuid}, which torch calls {device} ({type(error).__name__})"
+            f"NVML does not know {uuid}, which torch calls {device} ({type(error).__name__})"
         ) from None
 
 
@@ -291,7 +295,7 @@ def driver_version() -> str:
 
 
 class GpuReader:
-    """Reads the clocks of one device. Each call returns a dict of those `READINGS` that the device supports.
+    """Reader of the clocks, power and temperature of one device, called without arguments.
 
     The device is looked up once. A reading costs a few driver calls, or nothing without a driver.
     """
@@ -308,7 +312,7 @@ class GpuReader:
             self._queries = dict(READINGS)
 
     def __call__(self) -> dict[str, Any]:
-        """Return the current readings."""
+        """Return the current value of each of `READINGS` that the device supports."""
         readings: dict[str, Any] = {}
         for name, query in [*self._queries.items()]:
             try:
@@ -324,7 +328,7 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
 
 
 def device_info(device: torch.device, *, sys: Path = SYS) -> DeviceInfo:
-    """Return the known facts about a device of this process."""
+    """Return the known facts about a device of this process; ``sys`` is the root of /sys."""
     host, nics = host_name(), list_host_nics(sys)
     if device.type != "cuda":
         return DeviceInfo(host, nics=nics, unknown=f"{device} is not a GPU")
@@ -382,13 +386,13 @@ def list_host_nics(sys: Path = SYS) -> tuple[Nic, ...]:
 
 
 def _infiniband_rate(adapter: Path) -> float | None:
-    """Return the sum over the adapter's ports in Gbit/s. A port's file reads ``400 Gb/sec (4X NDR)``."""
+    """Return the Gbit/s of all ports of an adapter together. A port's file reads ``400 Gb/sec (4X NDR)``."""
     rates = [re.match(r"([\d.]+) Gb/sec", _read(port / "rate")) for port in _entries(adapter / "ports")]
     return sum(float(rate[1]) for rate in rates if rate) or None
 
 
 def _nvlinks(nvml: Any, gpu: Any) -> Iterator[NvLink]:
-    """Yield the active links, counted by peer."""
+    """Yield one `NvLink` per peer and generation, with the number of active links."""
     links: Counter[tuple[str, int | None]] = Counter()
     for number in range(MAX_NVLINKS):
         if not _query(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkState(gpu, number)):  # type: ignore[misc]
@@ -403,6 +407,7 @@ def _nvlinks(nvml: Any, gpu: Any) -> Iterator[NvLink]:
 
 
 def _peer(nvml: Any, gpu: Any, link: int) -> str:
+    """Return the PCI address of the device at the other end of an NVLink, or SWITCH."""
     kind = _query(nvml, lambda: nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link))
     if kind == REMOTE_IS_SWITCH:
         return SWITCH
@@ -420,7 +425,7 @@ def _fabric(nvml: Any, gpu: Any) -> str | None:
 
 
 def _slot(nvml: Any, gpu: Any) -> float | None:
-    """Return the nominal GB/s of the GPU's slot.
+    """Return the nominal GB/s per direction of the GPU's PCIe slot, or None for an unknown generation.
 
     Uses the highest generation, because idle links run at a lower one, and the connected width.
     """
@@ -429,7 +434,7 @@ def _slot(nvml: Any, gpu: Any) -> float | None:
 
 
 def _query(nvml: Any, ask: Callable[[], Any]) -> Any:
-    """Return NVML's answer, or None if the device, driver or pynvml does not support the question."""
+    """Return the result of `ask`, or None if the device, the driver or pynvml does not support the query."""
     with contextlib.suppress(nvml.NVMLError, AttributeError):
         return ask()
     return None

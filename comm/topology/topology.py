@@ -17,13 +17,11 @@ from ..control import Control
 from .nvml import DeviceInfo, Link, Nic, device_info, link_between, nearest_nics, network_link
 
 MAX_EXHAUSTIVE_RANKS = 8  # largest number of ranks of a node for which all cycles are tried
-MAX_PRINTED_ITEMS = (
-    16  # largest number of nodes, rails, or ranks per line that are printed without leaving out the middle
-)
+MAX_PRINTED_ITEMS = 16  # nodes, rails, or ranks per line; of more than this the middle is not printed
 
 
 class RingEdge(NamedTuple):
-    """One hop of the ring."""
+    """Connection from one rank to the next in the ring."""
 
     source: int
     destination: int
@@ -53,7 +51,7 @@ class Topology:
                 f"devices is {short_repr(self.devices)}; it must be a tuple with the DeviceInfo of every rank, or empty"
             )
         if self.devices and len(self.devices) != self.world:
-            raise ValueError(f"devices has {len(self.devices)} entries for {self.world} ranks; it must have one each")
+            raise ValueError(f"devices has {len(self.devices)} entries; it must have one per rank, {self.world}")
 
     @classmethod
     def flat(cls, world: int) -> Topology:
@@ -114,6 +112,7 @@ class Topology:
         return "\n".join(_description(self))
 
     def _edge(self, source: int, destination: int, level: int) -> RingEdge:
+        """Return the edge between two ranks with its link; ranks on one NIC share the NIC's rate between nodes."""
         if not self.devices:
             return RingEdge(source, destination, level, Link("unknown", "unknown", None))
         link = link_between(self.devices[source], self.devices[destination])
@@ -181,7 +180,11 @@ def discover_topology(control: Control, device: torch.device) -> Topology:
 def _order_node(
     devices: Sequence[DeviceInfo], ranks: Sequence[int], nics: Sequence[Nic | None], pattern: Sequence[str | None]
 ) -> tuple[int, ...]:
-    """Return the order of one node; ``pattern`` has the NIC names of the first node's rails."""
+    """Return ``ranks``, which are those of one node, in ring order.
+
+    ``nics`` has the NIC of every rank of the ring. ``pattern`` has the NIC names along the first node, which the order
+    of a later node follows if the links leave a choice; it is empty for the first node.
+    """
     rails = {name: rail for rail, name in reversed([*enumerate(pattern)])}
     first = {devices[rank].host: rank for rank in reversed(ranks)}
 
@@ -205,7 +208,10 @@ def _order_node(
 
 @lru_cache(maxsize=64)  # most nodes of a cluster have the same links
 def _find_cycle(grades: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Return the best cycle from 0 through all ranks. Higher grades are worse, and ties prefer rank order."""
+    """Return the cycle from 0 through all ranks of a node with the best links. Ties prefer rank order.
+
+    ``grades[a][b]`` grades the link between a and b: 0 is the best kind of link.
+    """
     count = len(grades)
     if count < 4 or len({grades[a][b] for a, b in combinations(range(count), 2)}) == 1:
         return tuple(range(count))
@@ -222,6 +228,7 @@ def _find_cycle(grades: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 
 
 def _nics(devices: Sequence[DeviceInfo]) -> tuple[Nic | None, ...]:
+    """Return the NIC of each device for messages to other nodes, or None for a device without one."""
     hosts: dict[str, list[int]] = {}
     for rank in sorted(range(len(devices)), key=lambda rank: (devices[rank].pcie, rank)):
         hosts.setdefault(devices[rank].host, []).append(rank)
@@ -241,6 +248,7 @@ def _around(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _description(ring: Topology) -> Iterator[str]:
+    """Yield the lines of `Topology.describe`."""
     sizes = sorted({len(node) for node in ring.nodes})
     per_node = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
     ranks = f"{len(ring.nodes)} node{'s' * (len(ring.nodes) > 1)} of {per_node}"
@@ -267,7 +275,7 @@ def _host(ring: Topology, node: Sequence[int]) -> str:
 
 
 def _walk(ranks: Sequence[int], level: int, links: Mapping[tuple[int, int, int], Link]) -> str:
-    """Return ``0 -380-> 1 -380-> 0``, followed by the kinds of links."""
+    """Format a cycle as ``0 -380-> 1 -380-> 0``, with the rate of each link in GB/s, followed by the kinds of links."""
     around = _around(ranks)
     steps = _abridged([f"-{_rate(links[a, b, level])}-> {b}" for a, b in around])
     kinds = _abridged([*dict.fromkeys(links[a, b, level].text for a, b in around)], most=4)

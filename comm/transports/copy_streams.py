@@ -25,7 +25,7 @@ WaitedPoints = dict[tuple[torch.cuda.Stream, torch.cuda.Stream], int]
 
 
 class StreamOrderedFence:
-    """A fence that can order any stream, not only the current one. No ABC, because isinstance must be fast."""
+    """A fence that any CUDA stream can wait for, not only the current one. No ABC, because isinstance must be fast."""
 
     def order(self, stream: torch.cuda.Stream) -> None:
         """Order later work on `stream` after this point."""
@@ -33,7 +33,14 @@ class StreamOrderedFence:
 
 
 class StreamFence(StreamOrderedFence):
-    """A recorded CUDA event, with the tensors that must stay allocated until the compute stream has waited for it."""
+    """A recorded CUDA event, with the tensors that must stay allocated until the compute stream has waited for it.
+
+    Args:
+        stream: stream on which the event is recorded.
+        device: device of the stream.
+        passed: points that streams have waited for already, shared by the fences of one transport.
+        keep: tensors to hold until `wait`.
+    """
 
     def __init__(
         self, stream: torch.cuda.Stream, device: torch.device, passed: WaitedPoints, keep: Sequence[torch.Tensor] = ()
@@ -78,7 +85,10 @@ class StreamFence(StreamOrderedFence):
 
 
 def wait_until_passed(fence: StreamFence | None, seconds: float) -> bool:
-    """Wait at most `seconds` for a point, and return True if the device passed it. A failed device gives False."""
+    """Poll a fence for at most `seconds`, and return True if the device has passed it.
+
+    Without a fence the result is True. If the device has failed, the result is False.
+    """
     deadline = time.monotonic() + seconds
     try:
         while fence is not None and not fence.done():
@@ -91,7 +101,7 @@ def wait_until_passed(fence: StreamFence | None, seconds: float) -> bool:
 
 
 class HostCopyStream:
-    """Lane for CPU tensors, where compute and copies are over when their call returns."""
+    """Copies of CPU tensors, which are over when their call returns, as compute on the CPU is."""
 
     def mark(self) -> Fence:
         return DONE

@@ -56,6 +56,7 @@ class _LocalFence(StreamOrderedFence):
         return all(fence is not None and fence.done() for fence in taken) and self._arrived.done()
 
     def _parts(self) -> Iterator[Fence]:
+        """Yield the fence of the receiver's copy of each sent tensor, then the fence of the receives."""
         # Wait for the receivers first, because waiting for `arrived` releases the tensors that they read.
         for parcel, peer, what in self._sent:
             yield self._hub.wait_until_copied(parcel, peer, what, self._channel, self._patience)
@@ -96,9 +97,8 @@ class LocalTransport(TransportBase):
         self._check()
         check_messages(self, self._device, sends, receives)
         self._copy_stream.wait_for_fences(after)
-        ready = (
-            self._copy_stream.record_point()
-        )  # the sent tensors are final here, and the receivers copy after this point
+        # The sent tensors are final here, and the receivers copy after this point.
+        ready = self._copy_stream.record_point()
         sent = [self._publish(message, ready) for message in sends]
         for message in receives:
             self._receive(message)
@@ -129,6 +129,7 @@ class LocalTransport(TransportBase):
         self._group.check_thread()
 
     def _publish(self, message: Message, ready: Fence) -> tuple[Parcel, int, str]:
+        """Put a message into its receiver's mailbox. Return its parcel, the receiver, and text about the wait."""
         parcel = Parcel(as_bytes(message.tensor), ready)
         self._hub.put(("bytes", self._channel, self.rank, message.peer), parcel)
         who, whom = self.names[self.rank], self.names[message.peer]
@@ -136,6 +137,7 @@ class LocalTransport(TransportBase):
         return parcel, message.peer, what
 
     def _receive(self, message: Message) -> None:
+        """Take the next parcel from the message's peer, and enqueue its copy into the message's tensor."""
         parcel = self._take("bytes", message.peer)
         destination = as_bytes(message.tensor)
         if parcel.tensor.shape != destination.shape:
@@ -148,6 +150,7 @@ class LocalTransport(TransportBase):
         self._hub.confirm_copy(parcel, self._copy_stream.record_point())
 
     def _take(self, kind: str, peer: int) -> Any:
+        """Take the next item from `peer`; `kind` is "bytes" for messages and "value" for `gather`."""
         what = f"rank {self.names[self.rank]} waits for {kind} from rank {self.names[peer]}"
         box = kind, self._channel, peer, self.rank
         return self._hub.take(box, peer, what, self._channel, self._patience)

@@ -102,7 +102,7 @@ def cta_bounds(limits: Limits, environment: Mapping[str, str] = os.environ) -> t
 
 
 def find_override(limits: Limits, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return why an environment variable conflicts with these limits or with every communicator of ours, or None."""
+    """Return why an environment variable overrides these limits or breaks our communicators, or None if none does."""
     if environment.get(BLOCKING_VARIABLE) == "0":
         return f"{BLOCKING_VARIABLE}=0 in the environment makes NCCL's calls return before they are done; unset it"
     limited = [name for name in LIMIT_VARIABLES if getattr(limits, name) is not None]
@@ -111,21 +111,22 @@ def find_override(limits: Limits, environment: Mapping[str, str] = os.environ) -
     if not variables:
         return None
     text = ", ".join(variables)
-    return f"limits is {limits}, and {text} in the environment overrides it for the whole process; unset it"
+    values = ", ".join(f"limits.{name} is {getattr(limits, name)}" for name in limited)
+    return f"{values}, but {text} in the environment overrides it for the whole process; unset it"
 
 
 def loaded_libraries(maps: str | None = None) -> list[Path]:
-    """Return all NCCL libraries mapped into a process, without duplicates; `maps` defaults to this process's map.
+    """Return the paths of all NCCL libraries that a process has loaded, without duplicates.
 
-    More than one library is an error; see `find_duplicate_nccl`.
+    `maps` is the content of the process's /proc/PID/maps; the default is this process. More than one library is an
+    error; see `find_duplicate_nccl`.
     """
     files: dict[tuple[str, str], Path] = {}
     for line in (MAPS_FILE.read_text() if maps is None else maps).splitlines():
         parts = line.split(maxsplit=5)
         if len(parts) == 6 and LIBRARY_FILE.fullmatch(Path(parts[5].removesuffix(" (deleted)")).name):
-            files.setdefault(
-                (parts[3], parts[4]), Path(parts[5])
-            )  # keyed by device and inode, because a file can have several names
+            # Use device and inode as key, because a file can have several names.
+            files.setdefault((parts[3], parts[4]), Path(parts[5]))
     return [*files.values()]
 
 
@@ -139,7 +140,7 @@ def find_duplicate_nccl() -> str | None:
 
 
 class ConfiguredCommunicator:
-    """A replacement of CuPy's `NcclCommunicator` that supports limits on thread blocks and clusters.
+    """A replacement for CuPy's `NcclCommunicator` that supports limits on thread blocks and clusters.
 
     CuPy (14.2) gives no access to these configuration fields, so this class calls the NCCL library that CuPy uses.
 
@@ -197,6 +198,11 @@ class ConfiguredCommunicator:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    """Return the NCCL library that this process has loaded, with the argument types of its functions.
+
+    Raises:
+        TransportError: no NCCL library is loaded, or several are.
+    """
     libraries = loaded_libraries()
     if len(libraries) != 1:
         raise TransportError(find_duplicate_nccl() or f"{LIBRARY} is not loaded in this process")
@@ -250,7 +256,7 @@ class NcclTransport(TransportBase):
         rank: this rank in the group.
         size: number of ranks in the group.
         device: CUDA device of all tensors.
-        control: lets the ranks agree.
+        control: exchanges small values between the ranks.
         members: ranks of the group that the communicator joins, in its order; None is all.
         limits: limits on channels, thread blocks and clusters.
         timeout: timeout of opening and of the warm-up, in seconds.
@@ -273,7 +279,7 @@ class NcclTransport(TransportBase):
     ) -> None:
         self._members = {peer: place for place, peer in enumerate(range(size) if members is None else members)}
         if rank not in self._members:
-            raise ValueError(f"members is {list(self._members)}; it must contain rank {rank}, which is this rank")
+            raise ValueError(f"members is {list(self._members)}; it must contain this rank, {rank}")
         refused = limits.find_unsupported("nccl", *LIMIT_VARIABLES) or find_override(limits)
         if refused:
             raise ValueError(refused)
@@ -308,7 +314,7 @@ class NcclTransport(TransportBase):
         check_messages(self, self._device, sends, receives)
         for peer, _ in (*sends, *receives):
             if peer not in self._members:
-                raise ValueError(f"peer is {peer}; this communicator joins ranks {list(self._members)}")
+                raise ValueError(f"peer is {peer}; this communicator connects only ranks {list(self._members)}")
         self._copy_stream.wait_for_fences(after)
         try:
             with self._call_lock:
@@ -320,6 +326,7 @@ class NcclTransport(TransportBase):
         return self._last
 
     def _enqueue(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
+        """Enqueue the sends and receives of a post on `stream`, as one NCCL group."""
         with self._group() as comm:
             for peer, tensor in sends:
                 comm.send(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, self._members[peer], stream)
@@ -387,7 +394,7 @@ class NcclTransport(TransportBase):
             given_up.set()
             start_thread(partial(_abandon, joined), self._device, "nccl-abandon")
             who, members = self.names[self.rank], [self.names[rank] for rank in self._members]
-            raise TransportError(f"rank {who}: ranks {members} did not join in {self._timeout:g} s")
+            raise TransportError(f"rank {who}: ranks {members} did not all join within {self._timeout:g} s")
         if isinstance(joined[0], Exception):
             who = self.names[self.rank]
             raise TransportError(f"rank {who}: NCCL could not create a communicator: {joined[0]}") from joined[0]
@@ -429,11 +436,15 @@ class NcclTransport(TransportBase):
             self._nccl.groupEnd()
 
     def _give_up(self, comm: Any) -> None:
+        """Abort a communicator, and wait for that at most for the timeout."""
         # Use a thread, because the call may never return if a peer died.
         run_with_timeout(self._timeout, partial(_abort, self._nccl, comm, self._call_lock), self._device, "nccl-abort")
 
     def _end(self, why: str) -> Any:
-        """Return the communicator to the first caller only, so that it is released exactly once."""
+        """End the transport with the reason `why`, and return its communicator.
+
+        Only the first caller gets the communicator, so that it is released exactly once. Later callers get None.
+        """
         with self._end_lock:
             if self._end_reason:
                 return None
@@ -446,9 +457,9 @@ class NcclTransport(TransportBase):
 def _abort(nccl: Any, comm: Any, calling: threading.Lock) -> None:
     """Abort a communicator and free it only when no call uses it. No new call starts, because its transport has ended.
 
-    `ncclCommAbort` sets the flag that ends kernels and calls, then frees memory that a running call still reads. Inside
-    a group, NCCL delays the freeing to the end of the group. So this function sets the flag, waits for the call, and
-    frees.
+    `calling` is held while a call uses the communicator. `ncclCommAbort` sets the flag that ends kernels and calls,
+    then frees memory that a running call still reads. Inside a group, NCCL delays the freeing to the end of the group.
+    So this function sets the flag, waits for the call, and frees.
 
     Setting the flag blocks on nothing, and a first transfer, which connects and blocks, polls the flag. So there is no
     deadlock. If a call does not return, its communicator leaks together with the open group of this thread.
@@ -466,7 +477,10 @@ def _abort(nccl: Any, comm: Any, calling: threading.Lock) -> None:
 
 
 def _drop(nccl: Any, comm: Any, calling: threading.Lock, device: torch.device, process: int) -> None:
-    """Abort a communicator that nobody closed, without blocking the garbage collector."""
+    """Abort a communicator that nobody closed, without blocking the garbage collector.
+
+    `calling` is held while a call uses the communicator, and `process` is the number of the process that created it.
+    """
     if os.getpid() != process:  # in a forked process the communicator is the parent's
         return
     if threading.main_thread().is_alive():
@@ -479,7 +493,7 @@ def _drop(nccl: Any, comm: Any, calling: threading.Lock, device: torch.device, p
 
 
 def _abandon(joined: list[Any]) -> None:
-    """Abort a communicator whose last member joined after the timeout."""
+    """Abort the communicator in `joined`, which another thread may have created after the timeout."""
     with contextlib.suppress(IndexError):  # the communicator is not there yet, or the other thread took it
         late = joined.pop()
         if not isinstance(late, Exception):

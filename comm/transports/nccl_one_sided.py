@@ -65,10 +65,7 @@ ABORT_SECONDS = 1.0
 REFUSED = {
     ("NCCL_WIN_ENABLE", "0"): "disables NCCL's windows",
     ("NCCL_CUMEM_ENABLE", "0"): "disables the memory that NCCL's windows need",
-    (
-        "NCCL_MULTI_RANK_GPU_ENABLE",
-        "1",
-    ): "lets ranks share a GPU, where streams that wait for signals block other streams",
+    ("NCCL_MULTI_RANK_GPU_ENABLE", "1"): "lets ranks share a GPU, where waiting streams block other streams",
     ("CUDA_DEVICE_MAX_CONNECTIONS", "1"): "lets a wait for a signal block all streams (NVIDIA/nccl#2238)",
 }
 """Environment settings under which one-sided calls cannot be used, with the reason."""
@@ -100,6 +97,7 @@ class _WaitSignalDesc(ctypes.Structure):
 
 @cache
 def _declare(library: ctypes.CDLL) -> None:
+    """Declare the argument types of NCCL's one-sided functions."""
     pointer, integer, size, flags = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint
     library.ncclMemAlloc.argtypes = (pointer, size)
     library.ncclMemFree.argtypes = (pointer,)
@@ -134,8 +132,8 @@ class OneSidedCommunicator(ConfiguredCommunicator):
         self._check(self._library.ncclCommWindowRegister(self._comm, pointer, nbytes, ctypes.byref(window), SYMMETRIC))
         if not window.value:
             raise TransportError(
-                "NCCL has no symmetric memory between these GPUs; it needs peer access inside a node, and GPUDirect "
-                "RDMA with GIN between nodes (NCCL_DEBUG=INFO shows which is missing)"
+                "NCCL has no symmetric memory between these GPUs. It needs peer access inside a node, and GPUDirect "
+                "RDMA with GIN between nodes. NCCL_DEBUG=INFO shows which is missing"
             )
         return window.value
 
@@ -143,14 +141,16 @@ class OneSidedCommunicator(ConfiguredCommunicator):
         self._check(self._library.ncclCommWindowDeregister(self._comm, window))
 
     def put(self, source: int, nbytes: int, peer: int, window: int, offset: int, stream: int) -> None:
+        """Enqueue a copy of `nbytes` from address `source` to `offset` in the peer's window, and signal the peer."""
         place = (peer, window, offset, 0, 0, 0)
         self._check(self._library.ncclPutSignal(source, nbytes, UINT8, *place, self._comm, stream))
 
     def signal(self, peer: int, stream: int) -> None:
+        """Enqueue a signal to a peer that carries no data."""
         self._check(self._library.ncclSignal(peer, 0, 0, 0, self._comm, stream))
 
     def wait(self, counts: Mapping[int, int], stream: int) -> None:
-        """Call `ncclWaitSignal` for the given number of further signals of each peer."""
+        """Make `stream` wait for further signals; `counts` has their number by peer."""
         waits = (_WaitSignalDesc * len(counts))(*(_WaitSignalDesc(count, peer) for peer, count in counts.items()))
         self._check(self._library.ncclWaitSignal(len(counts), waits, self._comm, stream))
 
@@ -251,7 +251,7 @@ class NcclOneSidedTransport(NcclTransport):
             raise TransportError(self._end_reason)
         sizes = self.gather(nbytes)
         if len({*map(str, sizes)}) > 1:
-            raise TransportError(f"the ranks disagree on the bytes of a window, which must be equal: {sizes}")
+            raise TransportError(f"nbytes differs between ranks ({sizes}). All ranks must pass the same")
         pointers: list[int] = []
         try:
             self._together(
@@ -301,7 +301,10 @@ class NcclOneSidedTransport(NcclTransport):
             comm.wait({self._here: 1}, stream)
 
     def _together(self, step: Callable[[], object], what: str) -> None:
-        """Run a collective step with a timeout. Raise on every rank if the step failed on any rank."""
+        """Run a collective step with a timeout. Raise on every rank if the step failed on any rank.
+
+        `what` completes "rank N cannot" in errors.
+        """
         problems: list[str] = []
 
         def take() -> None:
@@ -311,13 +314,14 @@ class NcclOneSidedTransport(NcclTransport):
                 problems.append(str(error))
 
         if not run_with_timeout(self._timeout, take, self._device, "nccl-window"):
-            problems.append(f"other ranks did not take part within {self._timeout:g} s")
+            problems.append(f"other ranks did not do the same within {self._timeout:g} s")
         problem = f"rank {self.names[self.rank]} cannot {what}: {problems[0]}" if problems else None
         failed = [str(text) for text in self.gather(problem) if text]
         if failed:
             raise TransportError("; ".join(failed))
 
     def _join(self, limits: Any) -> Any:
+        """Create both communicators of the members. Blocks until every member takes part."""
         data = super()._join(limits)
         try:
             return _Communicators(data, super()._join(limits))
@@ -335,6 +339,7 @@ class NcclOneSidedTransport(NcclTransport):
             logger.warning("rank %d: a signal never arrived, so the streams end only with the process", self.rank)
 
     def _enqueue(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
+        """Enqueue the transfers of a post on `stream`, in rounds that use each box once."""
         if self._end_reason:
             raise TransportError(self._end_reason)
         if torch.cuda.is_current_stream_capturing():
@@ -383,7 +388,10 @@ class NcclOneSidedTransport(NcclTransport):
             self._copy_stream.copy(piece.tensor, self._box(boxes + peer)[: piece.tensor.nbytes])
 
     def _rounds(self, messages: Sequence[Message], sent: bool) -> list[Pieces]:
-        """Return the pieces of all messages by peer, in order, in rounds that use each box once."""
+        """Return the pieces of all messages by peer, in order, in rounds that use each box once.
+
+        `sent` is True for sends and False for receives.
+        """
         rounds: list[Pieces] = []
         latest: dict[int, int] = {}
         for message in messages:
@@ -401,6 +409,7 @@ class NcclOneSidedTransport(NcclTransport):
         return rounds
 
     def _pieces(self, message: Message, sent: bool) -> Iterator[_Piece]:
+        """Yield the pieces of a message: one if the receiver's memory is in a window, else pieces that fit a box."""
         # Both ends must agree whether a slot is in a window. The sender knows from the message's `into`.
         target = getattr(message, "into", None) if sent else message.tensor
         window = None if target is None else self._window(target)
@@ -411,6 +420,7 @@ class NcclOneSidedTransport(NcclTransport):
             yield from (_Piece(part, None) for part in torch.split(data, BOX_BYTES))
 
     def _window(self, tensor: torch.Tensor) -> _Window | None:
+        """Return the window that contains a tensor, or None."""
         pointer, windows = tensor.data_ptr(), self._comm.windows
         return next((w for w in windows if w.pointer <= pointer < w.pointer + w.nbytes), None)
 
@@ -420,6 +430,7 @@ class NcclOneSidedTransport(NcclTransport):
 
 
 def _boxed(pieces: Mapping[int, Sequence[_Piece]]) -> Iterator[tuple[int, _Piece]]:
+    """Yield (peer, piece) for each piece that goes through a box."""
     return ((peer, piece) for peer, of_peer in pieces.items() for piece in of_peer if piece.window is None)
 
 

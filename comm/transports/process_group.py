@@ -69,7 +69,10 @@ class HostFence:
         return self._over.is_set()
 
     def finish(self, problem: str | None) -> None:
-        """Wake all waiters with the first verdict. The caller holds the stream's lock."""
+        """End the transfers, with an error text if they failed, and wake all waiters. Only the first call counts.
+
+        The caller holds the lock of the `TransferThread`.
+        """
         if not self._over.is_set():
             self._problem = problem
             self.finished_at = time.perf_counter()
@@ -77,13 +80,15 @@ class HostFence:
 
 
 class TransferThread:
-    """Runs work in a thread, in the order of `submit`, which never blocks.
+    """Thread that runs transfers in the order of `submit`, which never blocks.
 
-    The first failure is final: later work fails with the same text, because a failed transfer leaves garbage that must
-    not be sent on.
+    The first failure is final: later transfers fail with the same text, because a failed transfer leaves garbage that
+    must not be sent on.
 
-    `interrupt` makes the running work raise, and returns True if the backend supports that. Another thread calls it, at
-    most once.
+    Args:
+        name: name of the thread.
+        interrupt: makes the running transfer raise, and returns True if the backend supports that. Another thread calls
+            it, at most once.
     """
 
     def __init__(self, name: str, interrupt: Callable[[], bool]) -> None:
@@ -100,7 +105,11 @@ class TransferThread:
         """Set by `abort`. Work that only sleeps should wait on this event."""
 
     def submit(self, work: TransferWork) -> HostFence:
-        """Run `work` after all earlier work. Raise `TransportError` if something has failed already."""
+        """Run `work` after all earlier work, and return its fence.
+
+        Raises:
+            TransportError: earlier work failed, or the thread was aborted.
+        """
         fence = HostFence()
         with self._lock:
             if self._problem is not None:
@@ -142,6 +151,7 @@ class TransferThread:
                 del item  # release the tensors
 
     def _run_one(self, work: TransferWork, fence: HostFence) -> None:
+        """Run one piece of work and finish its fence, or fail it at once if earlier work failed."""
         with self._lock:
             if self._problem is not None:
                 fence.finish(self._problem)
@@ -162,6 +172,7 @@ class TransferThread:
             fence.finish(self._problem)
 
     def _end(self) -> None:
+        """End the thread at the exit of the process, and wait for it."""
         self.abort("the process ends")
         self.close()
         if self._thread is not None:
@@ -173,6 +184,7 @@ class TransferThread:
 
 @functools.cache
 def _transfer_threads() -> weakref.WeakSet[TransferThread]:
+    """Return the set of started threads, to which each new thread adds itself. All end with the process."""
     streams: weakref.WeakSet[TransferThread] = weakref.WeakSet()
 
     def end_all() -> None:
@@ -249,9 +261,8 @@ class ProcessGroupTransport(TransportBase):
         self._control = (control or open_control(group)).new_scope("process_group")
         self.names = self._control.names
         self._rate = limits.bytes_per_second
-        self._tag = (
-            FIRST_TAG if self._copy_stream else self._shared_tag()
-        )  # CUDA transfers match in stream order and need no tags
+        # CUDA transfers match in stream order and need no tags.
+        self._tag = FIRST_TAG if self._copy_stream else self._shared_tag()
         # Use a weak reference: if the thread held the last one, the group's destructor could run in the thread while
         # the interpreter shuts down, which aborts the process.
         group_ref = weakref.ref(group)
@@ -303,7 +314,10 @@ class ProcessGroupTransport(TransportBase):
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         after: Sequence[Fence],
     ) -> None:
-        """Run one group of transfers and block until they are over. Called in the host stream's thread."""
+        """Run the transfers of one post in the transfer thread, and block until they are over.
+
+        `copies` are the (destination, source) bytes of the messages from this rank to itself.
+        """
         for fence in after:
             fence.wait()
         begun = time.monotonic()
@@ -328,6 +342,10 @@ class ProcessGroupTransport(TransportBase):
             self._transfer_thread.aborted_event.wait(max(0.0, begun + nbytes / self._rate - time.monotonic()))
 
     def _start(self, operation: object, peer_keyword: str, what: str, message: Message) -> _Pending:
+        """Start one send or receive; `operation` is `isend` or `irecv` of torch.distributed.
+
+        `peer_keyword` is the operation's keyword for the peer, and `what` describes the transfer in errors.
+        """
         tensor = as_bytes(message.tensor)
         who, whom = self.names[self.rank], self.names[message.peer]
         described = f"rank {who}: {what.format(tensor.numel())} rank {whom}"
@@ -350,6 +368,7 @@ class ProcessGroupTransport(TransportBase):
     def _start_on_stream(
         self, copy_stream: CudaCopyStream, sends: Sequence[Message], receives: Sequence[Message]
     ) -> None:
+        """Enqueue the sends and receives of a post on the transport's CUDA stream."""
         operations = [self._operation(dist.isend, message) for message in sends]
         operations += [self._operation(dist.irecv, message) for message in receives]
         # The backend orders its work after the current stream, and wait() orders the current stream and not the host.
@@ -363,12 +382,15 @@ class ProcessGroupTransport(TransportBase):
 
 
 class _Pending(NamedTuple):
+    """A transfer that has started."""
+
     work: dist.Work
     tensor: torch.Tensor  # held because the backend uses this memory until the work is over
     what: str
 
 
 def _wait(pending: _Pending) -> None:
+    """Wait until a transfer is over, and raise a `TransportError` if it failed."""
     try:
         pending.work.wait()
     except RuntimeError as error:
@@ -382,15 +404,16 @@ def _open(
 
 
 def _unavailable(group: Group, device: torch.device, limits: Limits) -> str | None:
+    """Return why torch.distributed cannot move tensors of `device` in this group, or None if it can."""
     if isinstance(group, LocalGroup):
         return "torch.distributed is not initialised"
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     backend = {device_type: backend for device_type, _, backend in pairs}.get(device.type, "")
     if device.type == "cpu" and not backend:
-        return 'the group has no backend for CPU tensors; init_process_group("cpu:gloo,cuda:nccl") gives it both'
+        return 'the group has no backend for CPU tensors; create it with init_process_group("cpu:gloo,cuda:nccl")'
     if device.type == "cuda" and (not backend or backend in HOST_BACKENDS):
         return (
-            f"the group's backend for CUDA tensors is {backend or 'none'}, which does not work in stream order; use "
+            f"the group's backend for CUDA tensors is {backend or 'none'}, which cannot use a CUDA stream; use "
             'init_process_group("cpu:gloo,cuda:nccl"), or transport="nccl" with any group'
         )
     return limits.find_unsupported("process_group") if device.type == "cuda" else None

@@ -41,7 +41,10 @@ class TransportRequest(NamedTuple):
 def make_request(
     group: Group, transport: str | TransportFactory, device: torch.device, topology: object, limits: Limits, levels: int
 ) -> TransportRequest:
-    """Return this rank's request for the selection."""
+    """Return this rank's request for `choose_transports`, with this rank's problem of each candidate.
+
+    `levels` is the number of levels of the ring: 1, or 2 for a two-level ring.
+    """
     served = [entry for entry in transports() if entry.serves(group, device)]
     entries = served
     if transport != AUTO:
@@ -61,9 +64,10 @@ def make_request(
 def choose_transports(
     control: Control, request: TransportRequest, levels: int
 ) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return the transports that every rank can open, the best first, and the reasons against each other transport.
+    """Compare the requests of all ranks, and return (choices, reasons), which are equal on all ranks.
 
-    Each choice has one name per level. All ranks get the same result.
+    A choice has one transport name per level. `choices` has every choice that all ranks can open, the best first.
+    `reasons` has a text for each candidate that some rank cannot open.
 
     Raises:
         ValueError: on every rank, if some rank cannot open the requested transport, or no transport works on all ranks.
@@ -78,13 +82,17 @@ def choose_transports(
 
 
 def _merge_requests(values_of_ranks: list[Any], levels: int, names: Sequence[int]) -> tuple[str, object, list[str]]:
-    """Merge the requests; return the type of error and its text, or "" and the result of `choose_transports`."""
+    """Merge the requests of all ranks; `names` has the rank numbers for errors.
+
+    Returns:
+        ("", choices, reasons) as in `choose_transports`, or (name of an exception, its text, []).
+    """
     requests = [TransportRequest(*values) for values in values_of_ranks]
     for field in ("transport", "device", "topology", "limits"):
         values = [getattr(request, field) for request in requests]
         if len(set(values)) > 1:
             who = ", ".join(f"rank {rank}: {value}" for rank, value in zip(names, values, strict=True))
-            return "TransportError", f"the ranks disagree on {field} ({who})", []
+            return "TransportError", f"{field} differs between ranks ({who}). All ranks must pass the same", []
     requested, candidates = requests[0].transport, [*requests[0].problems]
     choices, passed_over = [], []
     for name in candidates if requested == AUTO else [requested]:
@@ -92,7 +100,7 @@ def _merge_requests(values_of_ranks: list[Any], levels: int, names: Sequence[int
         if problem is None:
             choices.append(choice)
         elif requested != AUTO:
-            return "ValueError", f'transport is "{name}", and {problem}', []
+            return "ValueError", f'transport is "{name}", which cannot be used: {problem}', []
         else:
             passed_over.append(f"{name}: {problem}")
     if not choices:
@@ -103,7 +111,10 @@ def _merge_requests(values_of_ranks: list[Any], levels: int, names: Sequence[int
 def _names_per_level(
     name: str, requests: Sequence[TransportRequest], levels: int, names: Sequence[int]
 ) -> tuple[tuple[str, ...], str | None]:
-    """Return the transport names of all levels, and why some rank cannot use them or None."""
+    """Return the transport name of each level if `name` is chosen, and the problem of the first rank with one, or None.
+
+    If `name` does not work across nodes, the most preferred transport that does connects the nodes.
+    """
     problem = _first_problem(name, requests, names)
     within_nodes = [entry.name for entry in transports() if not entry.across_nodes]
     if problem or levels == 1 or name not in within_nodes:
@@ -118,10 +129,11 @@ def _names_per_level(
 
 
 def _first_problem(name: str, requests: Sequence[TransportRequest], names: Sequence[int]) -> str | None:
+    """Return the problem of the first rank that cannot use a transport, with the rank, or None."""
     problems = (
         (rank, request.problems.get(name, UNKNOWN_TRANSPORT)) for rank, request in zip(names, requests, strict=True)
     )
-    return next((f"on rank {rank} {problem}" for rank, problem in problems if problem), None)
+    return next((f"{problem} (rank {rank})" for rank, problem in problems if problem), None)
 
 
 def open_transport(group: GroupLike = None, **opening: Any) -> Transport:
@@ -162,12 +174,12 @@ def open_transports(
     TRANSPORT.check("transport", transport)
     device = torch.device(DEVICE.check("device", device))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device} and torch sees no CUDA device")
+        raise ValueError(f"device is {device}, but torch sees no CUDA device")
     members = resolve_group(group)
     if isinstance(members, LocalGroup):
         members.check_thread()
     if topology is not None and topology.world != members.size():
-        raise ValueError(f"topology has {topology.world} ranks, the group has {members.size()}")
+        raise ValueError(f"topology has {topology.world} ranks; it must have those of the group, {members.size()}")
     levels = _levels(members.rank(), topology or Topology.flat(members.size()), flat=flat)
     control = (control or open_control(members)).new_scope("open")
     request = make_request(members, transport, device, topology, limits, len(levels))
@@ -200,6 +212,7 @@ class _Level(NamedTuple):
 
 
 def _levels(rank: int, topology: Topology, *, flat: bool = False) -> list[_Level]:
+    """Return the levels of a ring: one for a flat ring, else the rings inside the nodes and the rings between them."""
     if flat or not topology.two_level:
         several = 1 < len(topology.nodes) < topology.world
         return [_Level(topology.order, ring_edges(topology.order), topology.nodes if several else ())]
@@ -235,7 +248,7 @@ def _open(
             if missing:
                 name = transport_label(entry.open)
                 raise TypeError(
-                    f"{name} returned {short_repr(opened[-1])}, which lacks {', '.join(missing)} of a Transport"
+                    f"{name} returned {short_repr(opened[-1])}, without the attributes {', '.join(missing)}"
                 )
             if entry in transports():
                 opened[-1].name = entry.name
@@ -245,8 +258,8 @@ def _open(
             transport.warm_up(level.edges)
 
     try:
-        _on_every_rank(open_all, control, inner, f"whether {entries[0].name} opens")
-        _on_every_rank(warm_up, control, inner, f"whether {entries[0].name} works")
+        _on_every_rank(open_all, control, inner, f"opening the transport {entries[0].name}")
+        _on_every_rank(warm_up, control, inner, f"warming up the transport {entries[0].name}")
     except BaseException:
         for transport in opened:
             with suppress(Exception):
@@ -255,13 +268,20 @@ def _open(
     return tuple(opened)
 
 
-def _published_failure(control: Control, looks: CheckSchedule) -> str | None:
-    text = control.read_key("failure") if looks.is_due(time.monotonic()) else None
+def _published_failure(control: Control, schedule: CheckSchedule) -> str | None:
+    """Return the error that a rank has published while opening, or None.
+
+    `schedule` limits how often the store is read.
+    """
+    text = control.read_key("failure") if schedule.is_due(time.monotonic()) else None
     return None if text is None else str(text)
 
 
 def _on_every_rank(step: Callable[[], None], control: Control, inner: Control, what: str) -> None:
-    """Run one step of opening. Raise a `TransportError` on every rank if the step failed on any rank."""
+    """Run one step of opening. Raise a `TransportError` on every rank if the step failed on any rank.
+
+    `inner` publishes a failure at once for ranks that are still in the step. `what` names the step in errors.
+    """
     problem = None
     try:
         step()

@@ -32,15 +32,15 @@ MessageSizes = Sequence[tuple[int, int]]  # (peer, bytes) per message
 class Post:
     """One group of transfers in flight."""
 
-    label: object
+    label: object  # name of the transfers in errors
     fence: Fence
     after: Sequence[Fence]
     sent: MessageSizes
     received: MessageSizes
     posted_at: float
-    call: int
+    call: int  # number of the forward or backward that posted
     ready_at: float | None = None  # time when its `after` fences were over
-    problem: str | None = None
+    problem: str | None = None  # error of a failed transfer
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,10 @@ class Deadlines:
         now: float,
         call: int,
     ) -> None:
-        """Watch a transfer. Any thread may call it. `poll` creates the `Post` later, because this is the hot path."""
+        """Watch a group of transfers that was posted at `now`. The other arguments are the fields of `Post`.
+
+        Any thread may call it. `poll` creates the `Post` later, because this is the hot path.
+        """
         self._inbox.append((label, fence, after, sent, received, now, call))
         self.last_label = label
 
@@ -113,18 +116,18 @@ class Deadlines:
 
     def poll(self, now: float) -> Post | None:
         """Check the transfers in the order of their posts, and return the oldest late transfer or None."""
-        pending, looked = self._pending, 0
+        pending, polled = self._pending, 0
         left: list[Post] = []
         while self._inbox:
             pending.append(Post(*self._inbox.popleft()))
-        moved = self._last_finished_at
+        previous_end = self._last_finished_at
         for post in pending:
             if len(left) == MAX_POLLED_POSTS:
                 break
-            looked += 1
-            if not self._is_over(post, now, moved):
+            polled += 1
+            if not self._is_over(post, now, previous_end):
                 left.append(post)
-        self._pending = [*left, *pending[looked:]]  # assign once, because another thread may read `oldest`
+        self._pending = [*left, *pending[polled:]]  # assign once, because another thread may read `oldest`
         for post in left:
             if post.ready_at is not None and now - max(post.ready_at, self._last_finished_at) >= self.limit(post):
                 return post
@@ -148,7 +151,11 @@ class Deadlines:
         self._inbox.clear()
         self._pending = []
 
-    def _is_over(self, post: Post, now: float, moved: float) -> bool:
+    def _is_over(self, post: Post, now: float, previous_end: float) -> bool:
+        """Return True if a post has finished or failed, and record its duration or its error.
+
+        `previous_end` is the time when the last transfer had finished before this poll.
+        """
         try:
             if not post.fence.done():
                 if post.ready_at is None and all(fence.done() for fence in post.after):
@@ -163,7 +170,7 @@ class Deadlines:
                 post.problem, self.failed_post = str(error), post
             return True
         self._last_finished_at = now
-        duration = now - max(post.ready_at if post.ready_at is not None else post.posted_at, moved)
+        duration = now - max(post.ready_at if post.ready_at is not None else post.posted_at, previous_end)
         self._durations.append(duration)
         if post.call <= self._last_arrived_call:
             self._longest.append(duration)

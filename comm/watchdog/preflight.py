@@ -62,16 +62,18 @@ class Verdict(NamedTuple):
     """Reason why the ranks cannot go on, with the same text on every rank."""
 
     text: str
-    is_in_flight: bool  # some rank did not stop, so the transports are lost, too
+    is_in_flight: bool  # some rank did not stop, so its transfers may be in flight and the ring must fail
 
 
 class _PastCall(NamedTuple):
+    """A call that this rank has made, for later statements."""
+
     number: int
     fields: Fields | None  # None: the call was refused by this rank or another
 
 
 def hash_parts(*parts: object) -> str:
-    """Return a digest that identifies these parts."""
+    """Return a digest of the `repr` of these parts."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -87,7 +89,7 @@ def find_difference(fields_by_rank: Mapping[int, Fields]) -> str | None:
         values = {rank: fields.get(name, "not given") for rank, fields in sorted(fields_by_rank.items())}
         if len(set(values.values())) > 1:
             by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
-            return f"{name} differs between ranks ({by_rank}): all ranks of a ring must pass the same"
+            return f"{name} differs between ranks ({by_rank}). All ranks of a ring must pass the same"
     return None
 
 
@@ -100,7 +102,7 @@ class _CallPredictor:
         self._last: deque[str] = deque(maxlen=CONTEXT_CALLS)
 
     def is_next(self, fields: str, values: str) -> bool:
-        """Return True if the call is predicted.
+        """Return True if the call is predicted. `fields` and `values` are digests.
 
         The predicted fields are those that followed the same preceding calls, or else the fields of the last call. The
         predicted values are those of the last call with these fields.
@@ -109,7 +111,7 @@ class _CallPredictor:
         return fields == next(known, self._last[-1] if self._last else None) and values == self._values.get(fields)
 
     def add(self, fields: str, values: str) -> None:
-        """Record a call that was made."""
+        """Record a call that was made, by the digests of its fields and values."""
         for known in (self._next, self._values):
             if len(known) >= MAX_EXPECTATIONS:  # all ranks clear at the same call
                 known.clear()
@@ -118,6 +120,7 @@ class _CallPredictor:
         self._last.append(fields)
 
     def _contexts(self) -> tuple[tuple[str, ...], ...]:
+        """Return the digests of the last CONTEXT_CALLS calls, and that of the last call alone."""
         last = tuple(self._last)
         return last, last[-1:]
 
@@ -163,6 +166,9 @@ class Preflight:
         The wait is limited by the control's patience. See `Watch.agree_on_call` for the arguments. A reason returned by
         `stop` ends the wait.
 
+        Returns:
+            None if the ranks can go on, or else the reason why they cannot.
+
         Raises:
             TransportError: a rank did not answer, `stop` returned a reason, or the store is gone.
         """
@@ -180,140 +186,153 @@ class Preflight:
 
     def refuse_call(self, error: BaseException) -> None:
         """Count a call that this rank does not make, and tell the others why. Never raises."""
-        number, said = self.call_count + 1, CallStatement(None, f"{type(error).__name__}: {error}", False)
+        number, refusal = self.call_count + 1, CallStatement(None, f"{type(error).__name__}: {error}", False)
         self._count(None, REFUSED_CALL_KEYS)
         with self._lock:
-            self._received[number] = {self._control.rank: said}
+            self._received[number] = {self._control.rank: refusal}
         with contextlib.suppress(TransportError):  # without a store the other ranks' deadlines end their waits
-            self._publish_statement(number, said)
+            self._publish_statement(number, refusal)
 
     def keys_to_read(self) -> list[str]:
-        """Return the keys that the watchdog should read."""
+        """Return the keys of the store whose values `process_published` needs."""
         with self._lock:
-            missing = {
-                rank for said in self._received.values() for rank in range(self._control.size) if rank not in said
-            }
+            ranks, received = range(self._control.size), self._received.values()
+            missing = {rank for statements in received for rank in ranks if rank not in statements}
         return ["asked", *map(_statement_key, self._next_ranks(sorted(missing)))]
 
     def process_published(self, published: Mapping[str, object]) -> tuple[dict[str, object], Verdict | None]:
-        """Process the published values of those keys; return values to publish and a verdict, if there is one."""
+        """Process what other ranks have published; `published` maps `keys_to_read` to values, without missing keys.
+
+        Returns:
+            Values to publish by key, and the reason why the ranks cannot go on or None.
+        """
         with self._lock:
             asked = published.get("asked")
             requested = asked if isinstance(asked, int) else self._last_agreed_call
             if self._last_agreed_call < requested <= self.call_count and requested not in self._received:
                 call = next((call for call in reversed(list(self._calls)) if call.number == requested), None)
                 if call is None or call.fields is not None:
-                    said = CallStatement(None if call is None else call.fields, None, True)
-                    self._own_statements[requested], self._unpublished = said, True
-                    self._received[requested] = {self._control.rank: said}
+                    own = CallStatement(None if call is None else call.fields, None, True)
+                    self._own_statements[requested], self._unpublished = own, True
+                    self._received[requested] = {self._control.rank: own}
             verdict = self._judge_passed_calls(published)
             publish: dict[str, object] = (
                 {_statement_key(self._control.rank): self._pack_statements()} if self._unpublished else {}
             )
             self._unpublished = False
-            refused = min(
-                (call for call, said in self._received.items() if said[self._control.rank].refusal), default=0
-            )
-            if (
-                refused and not self._last_agreed_call < requested <= refused
-            ):  # another question was there or replaced it
+            own_statements = {call: by_rank[self._control.rank] for call, by_rank in self._received.items()}
+            refused = min((call for call, own in own_statements.items() if own.refusal), default=0)
+            # Another question was there before, or has replaced the question about the refused call.
+            if refused and not self._last_agreed_call < requested <= refused:
                 publish["asked"] = refused
             return publish, verdict
 
     def _judge_passed_calls(self, published: Mapping[str, object]) -> Verdict | None:
         """Return a verdict on a call that this rank has passed already, or None."""
-        for number, said in sorted(self._received.items()):
+        for number, statements in sorted(self._received.items()):
             for rank in range(self._control.size):
-                if (word := _parse_statement(published, rank, number)) is not None:
-                    said[rank] = word
-            verdict = self._judge(said)
+                if (statement := _parse_statement(published, rank, number)) is not None:
+                    statements[rank] = statement
+            verdict = self._judge(statements)
             if verdict is not None and verdict.is_in_flight:
                 return verdict
-            if len(said) == self._control.size:  # all ranks raise for the same reason, or agree
+            if len(statements) == self._control.size:  # all ranks raise for the same reason, or agree
                 self._set_agreed(number)
         return None
 
-    def _judge(self, said: Mapping[int, CallStatement]) -> Verdict | None:
-        """Judge the statements about one call; return None if the ranks can go on."""
-        in_flight = any(word.is_running for word in said.values())
-        named = sorted((self._control.names[rank], word) for rank, word in said.items())
-        for name, word in named:
-            if word.refusal is not None:
-                return Verdict(f"rank {name} refused this call: {word.refusal}", in_flight)
-        differs = find_difference({name: word.fields for name, word in named if word.fields is not None})
-        return None if differs is None else Verdict(differs, in_flight)
+    def _judge(self, statements: Mapping[int, CallStatement]) -> Verdict | None:
+        """Return the reason why the ranks cannot go on after their statements about one call, or None if they can."""
+        in_flight = any(statement.is_running for statement in statements.values())
+        named = sorted((self._control.names[rank], statement) for rank, statement in statements.items())
+        for name, statement in named:
+            if statement.refusal is not None:
+                return Verdict(f"rank {name} refused this call: {statement.refusal}", in_flight)
+        calls = {name: statement.fields for name, statement in named if statement.fields is not None}
+        difference = find_difference(calls)
+        return None if difference is None else Verdict(difference, in_flight)
 
     def _wait_for_ranks(
         self, number: int, fields: Fields, chain: str, stop: Callable[[], str | None]
     ) -> Verdict | None:
         """Announce that this rank has arrived at the call, and wait for the others.
 
-        Returns None if all ranks arrived at the same call, else a verdict from what they say of their calls.
+        `chain` is a digest of all calls up to this call, so that only ranks with the same calls count as arrived.
+
+        Returns:
+            None if all ranks arrived at the same call, else a verdict from their statements.
         """
         control = self._control
-        here = f"arrived{number}/{chain}"
+        arrival_key = f"arrived{number}/{chain}"
         verdict = None
-        if control.count(here, 1) < control.size:
-            verdict = self._wait(number, fields, here, stop)
+        if control.count(arrival_key, 1) < control.size:
+            verdict = self._wait(number, fields, arrival_key, stop)
         if verdict is not None:
-            control.delete_key(here)
+            control.delete_key(arrival_key)
         else:
             if self._last_arrival_key is not None:  # a rank that has arrived here no longer reads the previous count
                 control.delete_key(self._last_arrival_key)
-            self._last_arrival_key = here
+            self._last_arrival_key = arrival_key
         with self._lock:
             self._set_agreed(number)
         return verdict
 
-    def _wait(self, number: int, fields: Fields, here: str, stop: Callable[[], str | None]) -> Verdict | None:
+    def _wait(self, number: int, fields: Fields, arrival_key: str, stop: Callable[[], str | None]) -> Verdict | None:
         """Return None once all ranks have arrived, or a verdict once every rank has stated its call."""
-        control, mine = self._control, CallStatement(fields, None, False)
+        control, own = self._control, CallStatement(fields, None, False)
         what = f"comparing call {number}"
-        said = {control.rank: mine}
-        begun = gone_at = time.monotonic()
-        gone: TransportError | None = None
+        statements = {control.rank: own}
+        begun = died_at = time.monotonic()
+        dead_peer_error: TransportError | None = None
         pause, ask_at = FIRST_PAUSE_SECONDS, begun + LATE_SECONDS
         while True:
             # Check for dead ranks before reading, because a rank may arrive or state its call and then end.
-            silent = [rank for rank in range(control.size) if rank not in said]
-            now, reason, hopeless = time.monotonic(), stop(), control.find_dead_peer(silent)
-            if all(word == mine for word in said.values()) and control.count(here, 0) == control.size:
+            silent = [rank for rank in range(control.size) if rank not in statements]
+            now, reason, peer_error = time.monotonic(), stop(), control.find_dead_peer(silent)
+            if (
+                all(statement == own for statement in statements.values())
+                and control.count(arrival_key, 0) == control.size
+            ):
                 return None
             if now >= ask_at:
-                self._publish_statement(number, mine)
+                self._publish_statement(number, own)
                 ask_at = now + REPEAT_SECONDS
             if number in self._own_statements:
-                some = self._next_ranks(silent)
-                published = control.exchange(read=[_statement_key(rank) for rank in some])
-                words = {rank: _parse_statement(published, rank, number) for rank in some}
-                said |= {rank: word for rank, word in words.items() if word is not None}
-            if len(said) == control.size and not all(word == mine for word in said.values()):
-                return self._judge(said) or Verdict(f"the ranks did not make the same calls before call {number}", True)
+                ranks_to_read = self._next_ranks(silent)
+                published = control.exchange(read=[_statement_key(rank) for rank in ranks_to_read])
+                parsed = {rank: _parse_statement(published, rank, number) for rank in ranks_to_read}
+                statements |= {rank: statement for rank, statement in parsed.items() if statement is not None}
+            if len(statements) == control.size and not all(statement == own for statement in statements.values()):
+                return self._judge(statements) or Verdict(
+                    f"the ranks did not make the same calls before call {number}", True
+                )
             if reason is not None:
                 raise TransportError(f"{what}: {reason}")
-            if hopeless is not None and gone is None:  # keep the first time
-                gone, gone_at = hopeless, now
-            if gone is not None and (isinstance(gone, WorldAborted) or now > gone_at + LAST_STATEMENT_SECONDS):
-                raise gone
+            if peer_error is not None and dead_peer_error is None:  # keep the first time
+                dead_peer_error, died_at = peer_error, now
+            if dead_peer_error is not None and (
+                isinstance(dead_peer_error, WorldAborted) or now > died_at + LAST_STATEMENT_SECONDS
+            ):
+                raise dead_peer_error
             if now - begun >= control.patience:
-                late = ", ".join(str(control.names[rank]) for rank in range(control.size) if rank not in said)
+                late = ", ".join(str(control.names[rank]) for rank in range(control.size) if rank not in statements)
                 if not late:
                     return Verdict(f"the ranks did not make the same calls before call {number}", True)
                 raise TransportError(f"{what}: no answer from rank {late} within {control.patience:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, MAX_POLL_SECONDS)
 
-    def _publish_statement(self, number: int, said: CallStatement) -> None:
-        """Publish this rank's statement and ask for those of the others."""
+    def _publish_statement(self, number: int, statement: CallStatement) -> None:
+        """Publish this rank's statement about a call, and ask the other ranks for theirs."""
         with self._lock:
-            self._own_statements[number], self._unpublished = said, True
-            words = {_statement_key(self._control.rank): self._pack_statements()}
+            self._own_statements[number], self._unpublished = statement, True
+            values = {_statement_key(self._control.rank): self._pack_statements()}
         requested = self._control.read_key("asked")
         # Another rank may be asking about an earlier call, perhaps waiting for this rank. Keep that question.
-        standing = isinstance(requested, int) and self._last_agreed_call < requested < number
-        self._control.exchange(words if standing else {**words, "asked": number})
+        is_earlier_question = isinstance(requested, int) and self._last_agreed_call < requested < number
+        self._control.exchange(values if is_earlier_question else {**values, "asked": number})
 
     def _pack_statements(self) -> dict[str, object]:
+        """Return this rank's statements as JSON, by the number of the call."""
         return {str(number): list(said) for number, said in self._own_statements.items()}
 
     def _next_ranks(self, ranks: list[int]) -> list[int]:
@@ -325,12 +344,13 @@ class Preflight:
         return (ranks[start:] + ranks[:start])[:MAX_READ_RANKS]
 
     def _set_agreed(self, number: int) -> None:
-        """Record that all ranks have agreed on or stated a call, and drop everything about earlier calls."""
+        """Record that all ranks have agreed on a call or stated it, and drop the statements about earlier calls."""
         self._last_agreed_call = number
-        self._own_statements = {call: said for call, said in self._own_statements.items() if call >= number}
-        self._received = {call: said for call, said in self._received.items() if call > number}
+        self._own_statements = {call: statements for call, statements in self._own_statements.items() if call >= number}
+        self._received = {call: statements for call, statements in self._received.items() if call > number}
 
     def _count(self, fields: Fields | None, keys: tuple[str, str]) -> None:
+        """Record a call. `keys` are the digests of its fields and values; `fields` is None for a refused call."""
         self._calls.append(_PastCall(self.call_count + 1, fields))
         self._chain = hash_parts(self._chain, keys)
         self._expected.add(*keys)
@@ -341,6 +361,7 @@ def _statement_key(rank: int) -> str:
 
 
 def _parse_statement(published: Mapping[str, object], rank: int, number: int) -> CallStatement | None:
-    words = published.get(_statement_key(rank))
-    word = words.get(str(number)) if isinstance(words, dict) else None
-    return CallStatement(*word) if isinstance(word, list) else None
+    """Return the statement of a rank about call `number` from the values of the store, or None."""
+    statements = published.get(_statement_key(rank))
+    statement = statements.get(str(number)) if isinstance(statements, dict) else None
+    return CallStatement(*statement) if isinstance(statement, list) else None

@@ -34,7 +34,7 @@ MIN_SLOW_FACTOR = 1.1
 MIN_WAIT_SHARE = 0.1
 # ... its own wait is at most this fraction of theirs, ...
 MAX_WAIT_RATIO = 0.4
-# ... and all this holds at this many looks in a row. The episode ends after as many looks without it.
+# ... and all this holds at this many checks in a row. The episode ends after as many checks without it.
 CONFIRMING_LOOKS = 4
 
 
@@ -67,7 +67,7 @@ class RankTable:
         self.rows: dict[int, RankRow] = {}
 
     def merge(self, rows: Mapping[int, RankRow]) -> None:
-        """Keep the rows that are newer than the known ones."""
+        """Keep those of `rows` that are newer than the known rows of their ranks."""
         for rank, row in rows.items():
             known = self.rows.get(rank)
             if known is None or known.version < row.version:
@@ -82,7 +82,7 @@ class RankTable:
         return [[rank, *row] for rank, row in self.rows.items()]
 
     def merge_from_peer(self, packed: object) -> None:
-        """Merge a peer's packed table, or nothing if the peer has not published one."""
+        """Merge the table that a peer has packed. Do nothing if the peer has not published a table."""
         self.merge({rank: RankRow(*row) for rank, *row in packed} if isinstance(packed, list) else {})
 
 
@@ -92,7 +92,7 @@ def tick_period(size: int) -> float:
 
 
 def gossip_peer(rank: int, size: int, tick: int) -> int:
-    """Return the peer whose table a rank reads at a tick. The clock counts ticks, so that all ranks agree.
+    """Return the peer whose table a rank reads at a tick. Ticks are counted by the clock, so that all ranks agree.
 
     With 1,024 ranks that tick at random moments and clocks half a tick apart, every rank knows every other after 16
     ticks. A random peer at each tick would need 25.
@@ -116,7 +116,10 @@ class Straggler(NamedTuple):
 
 
 def find_straggler(rows: Mapping[int, RankRow]) -> tuple[int, float] | None:
-    """Return the rank that waits little while all others wait long, with its factor; None if there is no such rank."""
+    """Return (rank, factor) of the rank that waits little while all others wait long, or None.
+
+    The factor is the rank's busy time over the median of the others'.
+    """
     waits = {rank: row.wait / row.window for rank, row in rows.items() if row.compute > 0 and row.window > 0}
     if len(waits) < 2:
         return None
@@ -131,29 +134,29 @@ def find_straggler(rows: Mapping[int, RankRow]) -> tuple[int, float] | None:
 
 
 class StragglerTracker:
-    """Follows the straggler and reports each episode once."""
+    """Tracker of the straggler, which reports each episode once."""
 
     def __init__(self) -> None:
         self.current: Straggler | None = None
         """Straggler of the current episode, if any."""
-        self._candidate: int | None = None  # rank found by the last looks, if it differs from the current straggler
-        self._looks = 0  # number of looks in a row that differ from the current straggler
+        self._candidate: int | None = None  # rank found by the last checks, if it differs from the current straggler
+        self._checks = 0  # number of checks in a row that differ from the current straggler
         self._since = 0.0
 
     def update(self, rows: Mapping[int, RankRow], now: float) -> Straggler | None:
-        """Check the table, and return the straggler if a new episode begins now, else None."""
+        """Check the rows of all ranks, and return the straggler if a new episode begins at `now`, else None."""
         slow = find_straggler(rows)
         rank = slow[0] if slow is not None else None
         if self.current is not None and rank == self.current.rank:
             assert slow is not None
-            self.current, self._looks = self.current._replace(factor=slow[1]), 0
+            self.current, self._checks = self.current._replace(factor=slow[1]), 0
             return None
         if self.current is None and rank != self._candidate:
-            self._candidate, self._looks, self._since = rank, 0, now
-        self._looks += 1
-        if self._looks < CONFIRMING_LOOKS:
+            self._candidate, self._checks, self._since = rank, 0, now
+        self._checks += 1
+        if self._checks < CONFIRMING_LOOKS:
             return None
-        ended, self._looks = self.current is not None, 0
+        ended, self._checks = self.current is not None, 0
         self.current = None if ended or slow is None else Straggler(*slow, self._since)
         self._candidate = None
         return self.current
@@ -189,7 +192,7 @@ class _StopwatchSpan:
 
 
 class Stopwatch:
-    """Measures blocks of work: by the host's clock on the CPU, by events of the compute stream on a GPU.
+    """Stopwatch for blocks of work: by the host's clock on the CPU, by events of the compute stream on a GPU.
 
     Blocks are recorded when they are issued and returned when they are over. One thread records, and one thread (the
     same or another) collects.
@@ -203,7 +206,10 @@ class Stopwatch:
         self._pool: deque[torch.cuda.Event] = deque()  # a new event costs a call into the driver
 
     def measure(self, kind: str) -> AbstractContextManager[None]:
-        """Measure the work done (CPU) or enqueued on the device's current stream (CUDA) inside the block."""
+        """Measure the work done (CPU) or enqueued on the device's current stream (CUDA) inside the block.
+
+        `kind` names the block for `pop_finished`.
+        """
         return _StopwatchSpan(self, kind)
 
     def pop_finished(self) -> Iterator[tuple[str, float]]:
@@ -233,15 +239,15 @@ Gauges = Callable[[], Mapping[str, object]]
 
 
 class Telemetry:
-    """This rank's own report, and its knowledge about the other ranks."""
+    """Telemetry of one rank: its own durations, and the latest known reports of all ranks."""
 
     def __init__(self, rank: int, size: int, device: torch.device, gauges: Gauges | None) -> None:
         self.table = RankTable()
         self.stopwatch = Stopwatch(device)
         self._rank, self._size = rank, size
         self._gauges = gauges
-        self._read: Mapping[str, object] | None = None
-        self._read_at = -NEVER
+        self._gauge_values: Mapping[str, object] | None = None
+        self._gauges_read_at = -NEVER
         self._seconds = {"compute": 0.0, "wait": 0.0}
         self._window: deque[tuple[float, float, float]] = deque()  # (when, compute, wait) so far, at past ticks
         self._tick = -1
@@ -250,12 +256,12 @@ class Telemetry:
         self._reporting = threading.Lock()  # the watchdog and users may report at the same time
 
     def add_seconds(self, kind: str, seconds: float) -> None:
-        """Count seconds of one kind. Only compute and wait are reported."""
+        """Add `seconds` to the time of one kind of work. Kinds other than "compute" and "wait" are ignored."""
         if kind in self._seconds:
             self._seconds[kind] += seconds
 
     def report(self, step: str, calls: int, nbytes: int) -> None:
-        """Write this rank's row."""
+        """Write this rank's row into the table. The arguments are fields of `RankRow`."""
         with self._reporting:
             for kind, seconds in self.stopwatch.pop_finished():
                 self.add_seconds(kind, seconds)
@@ -265,15 +271,17 @@ class Telemetry:
                 self._window.popleft()
             self._window.append((now, compute, wait))
             since, compute_then, wait_then = self._window[0]
-            if self._gauges is not None and now - self._read_at >= GAUGE_SECONDS:
-                self._read, self._read_at = self._gauges() or None, now
+            if self._gauges is not None and now - self._gauges_read_at >= GAUGE_SECONDS:
+                self._gauge_values, self._gauges_read_at = self._gauges() or None, now
             known = self.table.rows.get(self._rank)
             version = 1 if known is None else known.version + 1
             spent = compute - compute_then, wait - wait_then, now - since
-            self.table.merge({self._rank: RankRow(version, time.time(), step, calls, nbytes, *spent, self._read)})
+            self.table.merge(
+                {self._rank: RankRow(version, time.time(), step, calls, nbytes, *spent, self._gauge_values)}
+            )
 
     def set_initial_step(self, step: str) -> None:
-        """Set the step of all ranks that have not reported yet."""
+        """Give the ranks without a report a row with this step."""
         if len(self.table.rows) < self._size:
             self.table.merge({rank: RankRow(0, time.time(), step) for rank in range(self._size)})
 
@@ -286,7 +294,7 @@ class Telemetry:
         return gossip_peer(self._rank, self._size, tick)
 
     def warn_straggler(self, now: float) -> None:
-        """Log a straggler once per episode. Only rank 0 logs."""
+        """Log the straggler once per episode. `now` is a time of `time.monotonic`. Only rank 0 logs."""
         if self._rank != 0 or now - self._checked_at < WINDOW_SECONDS:
             return
         self._checked_at = now  # look once per window, so that one long pause affects only one look

@@ -71,15 +71,15 @@ class Watch:
         the watchdog      tick: check transfers, exchange news with other ranks, fail the ring if necessary
 
     Args:
-        control: keys of this ring.
+        control: exchanges small values between the ranks of this ring.
         deadline: longest time of a transfer in seconds. None: a multiple of the median; inf: no limit.
         device: device of the ring.
         transports: returns the open transports; must not hold a reference to the ring.
-        fatal: called with the failure's text after the transports are aborted, because a process whose streams wait for
-            ever has to end. None: aborted transports raise in their waiters.
-        together: True for virtual ranks of one process, which all end if one of them does.
-        rings: the group of watches that fail with this watch; None: this watch fails alone.
-        gauges: reads clocks and throttle reasons.
+        on_fatal: called with the failure's text after the transports are aborted, because a process whose streams wait
+            for ever has to end. None: aborted transports raise in their waiters.
+        ends_all_ranks: True for virtual ranks of one process, which all end if one of them does.
+        failure_group: watches that fail together with this watch; None: this watch fails alone.
+        gauges: reads clocks and throttle reasons of the GPU; None: they are not reported.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Watch:
         self._agreed_call = 0
 
     def end_call(self) -> None:
-        """Mark the end of a call. If an error ended the call, `report_call_error` comes first."""
+        """Mark the end of a call. If an error ended the call, call `report_call_error` before this."""
         self._agreed_call = 0
 
     def agree_on_call(
@@ -144,7 +144,7 @@ class Watch:
         Args:
             fields: compared by `repr`. A call that the previous calls predict costs no traffic.
             values: compared likewise, but expected to change from batch to batch.
-            forward_number: call number of the forward, for a backward.
+            forward_number: for a backward, the number of its forward call.
             is_forced: compare a predicted call as well, because no transfer would reveal a difference.
 
         Returns:
@@ -196,12 +196,12 @@ class Watch:
         self._agreed_call = None
 
     def begin_loop(self, phase: str) -> None:
-        """Mark the start of a call's loop."""
+        """Mark the start of a call's ring loop; `phase` is "forward" or "backward"."""
         self._calls += 1
         self._phase = phase
 
     def end_loop(self) -> None:
-        """Mark the end of a call's loop."""
+        """Mark the end of a call's ring loop."""
         self._phase = None
         self._active_at = time.monotonic()
 
@@ -221,7 +221,7 @@ class Watch:
             self._posts.add(label, fence, after, sent, received, time.monotonic(), self._calls)
 
     def span(self, kind: str, hop: object = None) -> AbstractContextManager[None]:
-        """Measure a block of "compute" or "wait" for the telemetry, which ignores `hop`."""
+        """Measure the time of a block; `kind` is "compute" or "wait". `hop` is ignored."""
         return self._telemetry.stopwatch.measure(kind) if self.size > 1 else contextlib.nullcontext()
 
     def report_failure(self, error: BaseException) -> BaseException:
@@ -276,7 +276,7 @@ class Watch:
                 return self._report_problem(self._posts.oldest, f"failed: {noticed}")
             if late is not None:
                 return self._report_problem(
-                    late, f"not over {self._posts.limit(late):g} s after it could start (its deadline)"
+                    late, f"not over {self._posts.limit(late):g} s after it could start, which is its deadline"
                 )
         if self._phase is not None or self._is_in_preflight or self._posts.is_busy:
             self._active_at = now
@@ -301,7 +301,10 @@ class Watch:
         self._telemetry.warn_straggler(now)
 
     def _answer(self, published: Mapping[str, object] | None, table: Mapping[str, object]) -> None:
-        """Answer other ranks' questions and publish the table, also in a rank that is busy outside the ring."""
+        """Answer other ranks' questions in `published`, and publish the answers and `table`.
+
+        This also happens in a rank that is busy outside the ring. `published` is None if the store did not answer.
+        """
         self._answered_at = time.monotonic()
         if published is None:
             return
@@ -314,7 +317,7 @@ class Watch:
     def _exchange(
         self, publish: Mapping[str, object] | None = None, look: Sequence[str] = (), *, at_once: bool = False
     ) -> dict[str, Any] | None:
-        """Publish and read keys. Return None if the store does not answer.
+        """Publish values, then read the keys in `look` and return their values; None if the store does not answer.
 
         A silent store is then left alone for a while, unless `at_once` is set.
         """
@@ -336,7 +339,14 @@ class Watch:
     def _report_problem(
         self, post: Post | None, what: str, other_failure: RingFailure | None = None, *, look_first: bool = True
     ) -> None:
-        """Report a problem that this rank found, unless another rank's failure (`other_failure`) explains it."""
+        """Fail the ring because of a problem of this rank, or with another rank's failure that explains the problem.
+
+        Args:
+            post: the transfers with the problem, if known.
+            what: the problem, which follows the description of the transfers in the error.
+            other_failure: failure of another rank that explains the problem, if known.
+            look_first: look for such a failure in the store if none is known.
+        """
         where = f"{post.label} ({post.edges(self.rank, self._names)})" if post is not None else self._step()
         if other_failure is None and look_first:
             other_failure = self._find_explanation()
@@ -385,6 +395,7 @@ class Watch:
             self._fatal(failure.text)
 
     def _publish_failure(self, failure: RingFailure) -> None:
+        """Publish a failure of this ring, even if the store is left alone at the moment."""
         # Read the key as well, because a TCPStore confirms only reads.
         self._exchange({"failure": tuple(failure)}, look=["failure"], at_once=True)
 
@@ -407,6 +418,7 @@ class Watch:
         return text + (f". {self._store_problem}" if self._store_problem else "")
 
     def _step(self) -> str:
+        """Return text with what this rank is doing, such as `in a forward after hop 2`."""
         first, last = self._posts.oldest, self._posts.last_label
         if first is not None:
             return f"in {first.label}"
@@ -421,6 +433,7 @@ class Watch:
 
     @staticmethod
     def _as_error(failure: RingFailure) -> Exception:
+        """Return the exception that this rank raises for a failure."""
         return ValueError(failure.text) if failure.kind == "ValueError" else TransportError(failure.text)
 
 
@@ -431,7 +444,7 @@ FLUSH_SECONDS = 1.0
 
 
 class Watchdog:
-    """The watchdog's thread, which runs while there is a ring to watch."""
+    """The thread that ticks all watches of this process. It runs while there is a ring to watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -483,6 +496,7 @@ atexit.register(lambda: _WATCHDOG.stop())
 
 
 def _after_fork() -> None:
+    """Make a watchdog without a thread in a forked process."""
     global _WATCHDOG
     _WATCHDOG = Watchdog()  # a forked process does not inherit threads
 
@@ -502,8 +516,8 @@ def open_watch(
 ) -> Watch:
     """Watch a ring of this group until it is closed. Every rank opens its rings in the same order.
 
-    The arguments are those of `Watch`. `control` comes from `ring_control`, and the preflight waits no longer than its
-    patience. In a `LocalWorld`, which has its own timeout, no `deadline` means no limit.
+    The arguments are those of `Watch`. `control` comes from `ring_control`, and its patience limits the preflight. In a
+    `LocalWorld`, which has its own timeout, a `deadline` of None means no limit.
     """
     local = isinstance(group, LocalGroup)
     watch = Watch(

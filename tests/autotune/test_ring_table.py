@@ -108,7 +108,7 @@ def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
         app, [*flags.split(), "--save-dir", str(tmp_path), "--json", str(report)], env={"COLUMNS": "300"}
     )
     assert done.exit_code == 0, done.output
-    assert "a step" in done.output and "autotune.shared_ring_settings looks it up" in done.output
+    assert "a step" in done.output and "programs read it with autotune.shared_ring_settings" in done.output
     contents = json.loads(report.read_text())
     assert contents["case"] == "tune --ring" and "best: Ring(" in contents["notes"][-1]
     assert [(row["chunks"], row["runs"]) for row in contents["rows"]] == [(1, 15), (2, 15)]
@@ -162,4 +162,4 @@ def test_report_of_a_search() -> None:
     ]  # fmt: skip
     assert "incomplete" in report.notes[0] and "75.0% less than the default" in report.notes[-1]
     failed = ring_search_result(POINT, SearchResult(None, {}, {DEFAULT: "no such link"}, True), None, None)
-    assert failed.failed == ["1024 tokens: no setting runs here; see the notes of the rows"]
+    assert failed.failed == ["1024 tokens: no setting works here; the column note has the reasons"]

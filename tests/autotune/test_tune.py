@@ -63,13 +63,13 @@ def run_command(*arguments: str) -> Any:
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--arch", "sm_91"], "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
-    (["--heads", "6", "--kv-heads", "4"], "heads is 6: it must be a multiple of the 4"),
+    (["--heads", "6", "--kv-heads", "4"], "heads is 6: it must be a multiple of kv_heads, 4"),
     (["--seqlen", "0"], "seqlen is [0]"),
     (["--kernels", "dq,dk"], "--kernels has 'dk': it must be one of forward, dq, dkdv"),
     (["--save-dir", "/dev/null/x"], "--save-dir is /dev/null/x: cannot write to this folder"),
     (["--world", "5"], "--world is given without --ring"),
     (["--device", "cpu"], "--device is given without --ring"),
-    (["--ring", "--value-dim", "64"], "--value-dim is 64: with --ring it must be --head-dim"),
+    (["--ring", "--value-dim", "64"], "--value-dim is 64: with --ring it must equal --head-dim"),
     (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no effect with --ring"),
     (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
 ])  # fmt: skip

@@ -339,7 +339,7 @@ def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch)
         return make(*arguments)
 
     monkeypatch.setattr(fabric, "NcclCommunicator", late)
-    with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not join in 0\.05 s"):
+    with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not all join within 0\.05 s"):
         open_alone(timeout=0.05)
     given_up.set()
     assert fabric.abort_called.wait(60), "a communicator that is created too late must be aborted"
@@ -369,12 +369,15 @@ def test_cupy_import_warnings_are_the_reason(
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"members": [1, 2]}, r"members is \[1, 2\]; it must contain rank 0"),
+        ({"members": [1, 2]}, r"members is \[1, 2\]; it must contain this rank, 0"),
         (
             {"limits": Limits(bytes_per_second=1e9)},
             r"limits\.bytes_per_second is 1000000000.0, which the transport nccl does not support",
         ),
-        ({"limits": Limits(ctas=4)}, "NCCL_MAX_CTAS=8 in the environment overrides it for the whole process"),
+        (
+            {"limits": Limits(ctas=4)},
+            "limits.ctas is 4, but NCCL_MAX_CTAS=8 in the environment overrides it for the whole process",
+        ),
     ],
 )
 def test_refused_arguments(arguments: Any, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +399,7 @@ def test_one_hop_may_use_two_communicators(device: Device) -> None:
         fence.wait()
         assert alive() is None
         assert transport.copy_stream.stream is transport._inside.copy_stream.stream
-        with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3; the ranks of this group are 0 to 2"):
+        with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3; it must be between 0 and 2"):
             transport.post(sends=[Message(following, arrived)], receives=[Message(3, arrived)])
         assert transport.check() is None
         transport._inside.check = lambda: "a network error"  # type: ignore[method-assign]
@@ -459,7 +462,7 @@ def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monk
         )
         assert isinstance(inside, NcclTransport) and isinstance(between, NcclTransport)
         assert inside._copy_stream.stream is not between._copy_stream.stream
-        with pytest.raises(TransportError, match=r"rank 0: peer is 5; this communicator joins ranks \[0, 3\]"):
+        with pytest.raises(TransportError, match=r"rank 0: peer is 5; this communicator connects only ranks \[0, 3\]"):
             between.warm_up([(0, 5)])
 
     on_ranks(6, fn)

@@ -222,7 +222,7 @@ def test_missing_nvml_data_is_left_out(stand_in: StandIn, tree: Path, monkeypatc
     device = nvml.device_info(GPU, sys=tree)
     assert (device.index, device.nvlinks, device.pcie_gigabytes, device.unknown) == (None, (), None, None)
     stand_in.answers["DeviceGetHandleByUUID"] = {}.__getitem__
-    unknown = f"NVML knows no GPU-{UUID}, which torch calls cuda:1 (NVMLError)"
+    unknown = f"NVML does not know GPU-{UUID}, which torch calls cuda:1 (NVMLError)"
     assert nvml.device_info(GPU, sys=tree).unknown == unknown
     del stand_in.answers["Init"]
     device = nvml.device_info(GPU, sys=tree)

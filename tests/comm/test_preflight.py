@@ -24,7 +24,7 @@ from ringattn.comm.watchdog.preflight import (
 from ..support.transport_cases import HANGS
 from ..support.watch_cases import MemoryConnection, memory_controls, run_on_all
 
-MUST = "all ranks of a ring must pass the same"
+MUST = "All ranks of a ring must pass the same"
 
 
 def preflights(size: int) -> list[Preflight]:
@@ -109,7 +109,7 @@ def test_every_rank_gets_the_first_differing_field_and_all_values() -> None:
     mine = [{"dtype": "fp16", "heads": 8, "mask": 1}, {"dtype": "fp16", "heads": 4, "mask": 1}]
     mine.append({"dtype": "fp16", "heads": 8, "mask": 2})
     verdict = run_on_all(ranks, lambda rank: agree(rank, mine[ranks.index(rank)]))
-    assert verdict == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8): {MUST}", False)] * 3
+    assert verdict == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8). {MUST}", False)] * 3
     assert [[*rank._pack_statements()] for rank in ranks] == [["1"]] * 3  # kept for a rank that has not looked yet
     # No data has moved, so the ranks go on with equal fields and equal histories.
     assert run_on_all(ranks, lambda rank: agree(rank, mine[0])) == [None] * 3
@@ -118,7 +118,7 @@ def test_every_rank_gets_the_first_differing_field_and_all_values() -> None:
 
 def test_difference_names_fields_that_a_rank_lacks() -> None:
     assert find_difference({0: {"heads": "8"}, 1: {"heads": "8", "sink": "1"}}) == (
-        f"sink differs between ranks (rank 0: not given, rank 1: 1): {MUST}"
+        f"sink differs between ranks (rank 0: not given, rank 1: 1). {MUST}"
     )
     assert find_difference({0: {"a": "1", "b": "2"}, 1: {"b": "2", "a": "1"}}) is None
 
@@ -195,7 +195,7 @@ def test_a_changed_call_of_one_rank_is_reported_on_both(changed: int) -> None:
         return heard(rank)
 
     values = ", ".join(f"rank {rank}: {2 if rank == changed else 1}" for rank in range(2))
-    assert run_on_all(ranks, call) == [Verdict(f"ends differs between ranks ({values}): {MUST}", True)] * 2
+    assert run_on_all(ranks, call) == [Verdict(f"ends differs between ranks ({values}). {MUST}", True)] * 2
 
 
 def test_a_rank_far_ahead_answers_about_a_call_it_no_longer_remembers() -> None:
@@ -362,7 +362,7 @@ def test_a_rank_that_waits_at_a_later_call_answers_about_an_earlier_one() -> Non
             rank.agree_on_call({"heads": 2}, stop=stop)
         return seen_verdicts[-1]
 
-    text = f"heads differs between ranks (rank 0: 4, rank 1: 8): {MUST}"
+    text = f"heads differs between ranks (rank 0: 4, rank 1: 8). {MUST}"
     assert run_on_all(ranks, calls) == [Verdict(text, True)] * 2
 
 
@@ -463,7 +463,7 @@ def test_backwards_in_different_orders_are_reported(known: bool) -> None:
         return verdict or heard(rank)
 
     calls = 18 if known else 2
-    text = f"backward of call differs between ranks (rank 0: {calls}, rank 1: {calls - 1}): {MUST}"
+    text = f"backward of call differs between ranks (rank 0: {calls}, rank 1: {calls - 1}). {MUST}"
     assert run_on_all(ranks, step) == [Verdict(text, known)] * 2
 
 

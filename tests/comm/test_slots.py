@@ -102,7 +102,7 @@ def test_slots_keep_their_high_water_mark() -> None:
 
 @pytest.mark.parametrize("slot", [-1, 2])
 def test_slots_refuse_wrong_counts_indices_and_sizes(slot: int) -> None:
-    with pytest.raises(ValueError, match="count is 0; a ring needs at least one slot"):
+    with pytest.raises(ValueError, match="count is 0; it must be at least 1"):
         Slots(0, CPU)
     slots = Slots(2, CPU)
     slots.reserve(ALIGNMENT)
@@ -110,5 +110,5 @@ def test_slots_refuse_wrong_counts_indices_and_sizes(slot: int) -> None:
         with pytest.raises(IndexError, match=f"slot is {slot}; it must be between 0 and 1"):
             call()
     slots.tensors(0, [((ALIGNMENT,), torch.uint8)])
-    with pytest.raises(ValueError, match=r"specs need 512 bytes and a slot has 256; call reserve\(512\) first"):
+    with pytest.raises(ValueError, match=r"specs need 512 bytes, but a slot has 256; call reserve\(512\) first"):
         slots.tensors(0, [((ALIGNMENT + 1,), torch.uint8)])

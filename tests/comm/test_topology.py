@@ -230,10 +230,10 @@ def test_nodes_without_devices() -> None:
     ("arguments", "message"),
     [
         ([[[0, 2]]], "every rank from 0 on exactly once"),
-        ([[0, 1]], "lists of ranks"),
-        ([[["0"]]], "lists of ranks"),
+        ([[0, 1]], "a list of ranks per node"),
+        ([[["0"]]], "a list of ranks per node"),
         ([[[0]], 3], "devices is 3; it must be a tuple with the DeviceInfo of every rank, or empty"),
-        ([[[0, 1, 2]], tuple(cpus("a", 2))], "devices has 2 entries for 3 ranks"),
+        ([[[0, 1, 2]], tuple(cpus("a", 2))], "devices has 2 entries; it must have one per rank, 3"),
     ],
 )
 def test_refused_topologies(arguments: list[Any], message: str) -> None:

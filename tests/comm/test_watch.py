@@ -64,7 +64,7 @@ def test_late_transfers_are_propagated_to_all_ranks(clock: ManualClock) -> None:
     (text,) = ranks.transports[2].reasons
     assert text.startswith(
         "rank 2: forward hop 1: K/V (64 bytes rank 1 -> rank 2, 64 bytes rank 2 -> rank 0) not over 3 s after it "
-        "could start (its deadline). Last reported: rank 0: in a forward after forward hop 1: K/V ("
+        "could start, which is its deadline. Last reported: rank 0: in a forward after forward hop 1: K/V ("
     )
     assert "; rank 1: in a forward after forward hop 1: K/V (" in text
     requests = ranks.connection(0).asked
@@ -216,7 +216,7 @@ def test_a_lost_store_is_reported_and_the_deadline_holds(clock: ManualClock) -> 
         ranks.watches, lambda watch: watch.agree_on_call({"heads": 8})
     )  # every rank now has a row of every other
     for rank in range(3):
-        ranks.connection(rank).problem = "the store of the group is gone: Connection reset by peer"
+        ranks.connection(rank).problem = "the store of the group is gone (Connection reset by peer)"
     clock.now += 1
     ranks.tick()
     requests = ranks.connection(1).asked
@@ -229,7 +229,7 @@ def test_a_lost_store_is_reported_and_the_deadline_holds(clock: ManualClock) -> 
         (text,) = transport.reasons
         assert text.startswith(f"rank {rank}: forward hop 1: K/V (")
         assert all(f"rank {other}: agreed on a call (" in text for other in range(3) if other != rank)
-        assert text.endswith(". the store of the group is gone: Connection reset by peer")
+        assert text.endswith(". the store of the group is gone (Connection reset by peer)")
 
 
 def test_a_failure_is_propagated_after_a_short_stall_of_the_store(clock: ManualClock) -> None:
@@ -271,7 +271,7 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
             time.sleep(0.01)
         raise watch.report_failure(TransportError(ranks.transports[1].reasons[0]))
 
-    text = "heads differs between ranks (rank 0: 4, rank 1: 8): all ranks of a ring must pass the same"
+    text = "heads differs between ranks (rank 0: 4, rank 1: 8). All ranks of a ring must pass the same"
     assert [(type(error), str(error)) for error in run_on_all(ranks.watches, call)] == [(ValueError, text)] * 2
     assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
 

@@ -280,10 +280,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("longformer", {"global_tokens": [(0, 4), (3, 5)]}, r"global_tokens\[1\] is \(3, 5\): ranges must ascend"),
     ("longformer", {"global_tokens": [7]}, r"global_tokens is \[7\]: it must be a list of ranges \(start, end\)"),
     ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
-    ("Limits", {"channels": 8, "ctas": 4}, "channels is 8 and ctas is 4; each channel needs"),
+    ("Limits", {"channels": 8, "ctas": 4}, "channels is 8; it must be at most ctas, 4"),
     ("Limits", {"cga_cluster_size": 16}, "cga_cluster_size is 16: it must be a power of two from 1 to 8, or None"),
     ("Limits", {"bytes_per_second": 0}, "bytes_per_second is 0: it must be a positive finite number"),
-    ("Topology", {"nodes": [[0, True]]}, r"nodes is \[\[0, True\]\]: it must be lists of ranks, one per node"),
+    ("Topology", {"nodes": [[0, True]]}, r"nodes is \[\[0, True\]\]: it must be a list of ranks per node"),
 ]
 
 PATTERNS = ("Documents", "BlockMask", "strided", "fixed", "bigbird", "longformer")

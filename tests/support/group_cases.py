@@ -129,7 +129,7 @@ def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> Non
     finally:
         unregister_transport("flaky")
         unregister_transport("never")
-    never = "never: on rank 0 of another kind"
+    never = "never: of another kind (rank 0)"
     assert transport.reason == f"auto selected process_group; not {never}; not flaky: {failed}"
     transport.post(sends=[], receives=[]).wait()
     for other in opened:

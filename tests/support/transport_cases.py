@@ -72,7 +72,7 @@ def edges_are_warmed_up_once(transport: Transport, device: torch.device) -> None
     peers = [message.peer for sends in posted for message in sends]
     assert sorted(peers) == list(ranks)
     for edge in ((0, transport.size), (-1, 0)):
-        with pytest.raises(ValueError, match=rf"edges has \({edge[0]}, {edge[1]}\); the ranks of this group are 0 to"):
+        with pytest.raises(ValueError, match=rf"edges has \({edge[0]}, {edge[1]}\); its ranks must be between 0 and"):
             transport.warm_up([edge])
 
 

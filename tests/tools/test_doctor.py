@@ -80,7 +80,7 @@ def test_a_healthy_machine_passes(target: Path) -> None:
     assert rows["ring order"].startswith("ok flat ring of 4 ranks")
     assert rows["ring of 128 tokens"].startswith("ok causal, zigzag, float32, transport local: out ")
     assert all(edge in rows["GB/s local"] for edge in ("0->1", "1->2", "2->3", "3->0"))
-    assert rows["transport process_group"].startswith('skipped not possible here: transport is "process_group", and')
+    assert rows["transport process_group"].startswith('skipped not possible here: transport is "process_group", which')
     with table.open() as file:
         assert [row["check"] for row in csv.DictReader(file)] == [*rows]
     assert read_back(target) == 4
@@ -133,8 +133,8 @@ def test_doctor_on_one_rank(monkeypatch: pytest.MonkeyPatch, target: Path) -> No
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    ("--seqlen 2", "--seqlen is 2: it must be 4 (one token per rank) to 4096"),
-    ("--seqlen 8k", "--seqlen is 8192: it must be 4"),
+    ("--seqlen 2", "--seqlen is 2: it must be between 4, one token per rank, and 4096"),
+    ("--seqlen 8k", "--seqlen is 8192: it must be between 4"),
     ("--json /nowhere/at/all.json", "there is no folder /nowhere/at"),
 ])  # fmt: skip
 def test_refusals(flags: str, message: str) -> None:
@@ -268,7 +268,7 @@ TORCH_14 = {**HEALTHY, "versions": {**HEALTHY["versions"], "torch": "2.14", "dri
 TRITON_38 = {**HEALTHY, "versions": {**HEALTHY["versions"], "triton": "3.8"}}  # type: ignore[dict-item]
 OTHER_NCCL = {**HEALTHY, "libraries": [["/y/libnccl.so.2", "2.27.3"]]}
 NO_NCCL = {**HEALTHY, "libraries": []}
-UNKNOWN = "NVML knows no GPU-7, which torch calls cuda:0 (NVMLError)"
+UNKNOWN = "NVML does not know GPU-7, which torch calls cuda:0 (NVMLError)"
 
 
 def unknown_gpu(unknown: str) -> list[DeviceInfo]:
@@ -294,7 +294,7 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_gpus(unknown_gpu("no pynvml"), on_gpu=True), SKIPPED, "rank 1: no pynvml"),
     (machine.check_links(hgx("a") + hgx("b")), OK, "56 pairs by NVLink 4 x18 switch; PCIe slots of 64 GB/s nominal"),
     (machine.check_nics(cpus("a", 2)), SKIPPED, "/sys shows none"),
-    (machine.check_nics(hgx("a") + hgx("b", adapters=2)), OK, ", one of 2 kinds of hosts"),
+    (machine.check_nics(hgx("a") + hgx("b", adapters=2)), OK, "; 2 kinds of hosts differ in their NICs"),
     (
         machine.check_settings([HEALTHY, {**HEALTHY, "settings": {"NCCL_ALGO": "Ring"}}, HEALTHY]), OK,
         "NCCL_ALGO=ranks 0 and 2: unset; rank 1: Ring; " + machine.ORDER_HINT,

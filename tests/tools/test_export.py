@@ -153,7 +153,7 @@ def test_shared_memory_beyond_the_chips_is_refused(over: int, monkeypatch: pytes
     binary = SimpleNamespace(metadata=SimpleNamespace(shared=limit + over), asm={"cubin": b""})
     monkeypatch.setattr(kernels, "compiled_launch", lambda *_: SimpleNamespace(binary=binary))
     monkeypatch.setattr(kernels, "size_symbols", Mock(side_effect=LookupError))
-    words = f"the dq kernel takes {limit + over} bytes of shared memory, sm_90 has {limit}"
+    words = f"the dq kernel needs {limit + over} bytes of shared memory, but sm_90 has {limit}"
     with pytest.raises(ValueError if over else LookupError, match=words if over else None):
         kernels.export(ExportConfig(90), "dq")
 
@@ -203,7 +203,7 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
     ("--arch 80 --forward-kernel hopper", "supports GPUs of compute capability 9.0"),
     ("--forward-kernel hopper --head-dim 96", "supports 64, 128, 256"),
     ("--backward hopper --no-grouped", "grouped is False: with backward='hopper' it must be True"),
-    ("--backward single_pass --head-dim 192", "has no tile for a single-pass backward that fits sm_90; "),
+    ("--backward single_pass --head-dim 192", "no tile of a single-pass backward fits sm_90. "),
     ("--gpu x --config-dir /nowhere", "config_dir is '/nowhere': there is no such folder; `ringattn tune"),
     ("--config-dir .", "--config-dir is given without --gpu"),
     ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton; "),

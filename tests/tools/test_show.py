@@ -252,7 +252,7 @@ def test_each_hop_number_has_one_character() -> None:
     ("--direction 3", "direction is 3: it must be 1"),
     ("--world 8 --nodes 3", "nodes is 3: it must divide 8 ranks into equal nodes of at least 2"),
     ("--world 4 --nodes 4", "nodes is 4: it must divide 4 ranks into equal nodes of at least 2"),
-    ("--seqlen 0", "there are 0 tokens; pass at least 1"),
+    ("--seqlen 0", "--seqlen or --lengths gives 0 tokens; pass at least 1"),
     ("--block-mask strided,block=4", "'--block-mask': 'strided,block=4' has other parameters than strided takes"),
     ("--layout spiral", "'--layout': got 'spiral': it must be contiguous"),
     ("--layout none.json", "--layout is none.json: No such file"),

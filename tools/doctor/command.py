@@ -65,7 +65,9 @@ def doctor(
     place = launched_rank()
     size = resolve_world(world, DEFAULT_WORLD)
     if not size <= seqlen <= MOST_TOKENS:
-        raise typer.BadParameter(f"--seqlen is {seqlen}: it must be {size} (one token per rank) to {MOST_TOKENS}")
+        raise typer.BadParameter(
+            f"--seqlen is {seqlen}: it must be between {size}, one token per rank, and {MOST_TOKENS}"
+        )
     dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     device = torch.device("cpu") if place is None else place.device
     findings: list[Finding] = []

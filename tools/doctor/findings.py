@@ -63,11 +63,11 @@ class DoctorRanks:
     ) -> Any:
         """Run ``work`` on every rank, merge the results on rank 0, and return the merged value on every rank.
 
-        Results and merged value must be valid JSON. Every rank must call the method.
+        Results and merged value must be valid JSON. Every rank must call the method. ``key`` names the step in errors.
 
         Raises:
-            Failed: ``work`` or ``merge`` raised on some rank. Every rank raises.
-            Skipped: ``work`` raised Skipped on some rank and nothing failed. Every rank raises.
+            CheckFailedError: ``work`` or ``merge`` raised on some rank. Every rank raises.
+            CheckSkippedError: ``work`` raised this error on some rank, and nothing failed. Every rank raises.
         """
         outcome = {"value": None, "skipped": "", "failed": ""}
         try:
@@ -105,7 +105,7 @@ def run_check(check: str, todo: str, examine: Callable[[], str]) -> Finding:
 
 
 def text_by_rank(texts: Sequence[Any]) -> str:
-    """Join the texts of all ranks, each distinct text once with its ranks; empty texts are left out."""
+    """Join the texts of all ranks. Each distinct text occurs once, with its ranks; empty texts are left out."""
     ranks: dict[Any, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)

@@ -86,6 +86,7 @@ def _library_version(path: Path) -> str:
 
 
 def check_machine(everyone: Sequence[ProcessFacts], ring: Topology, *, on_gpu: bool) -> list[Finding]:
+    """Return the findings of all checks that send nothing, from the facts of all ranks."""
     return [
         check_versions(everyone),
         check_libraries(everyone, on_gpu=on_gpu),
@@ -100,7 +101,7 @@ def check_machine(everyone: Sequence[ProcessFacts], ring: Topology, *, on_gpu: b
 
 
 def check_versions(everyone: Sequence[ProcessFacts]) -> Finding:
-    """Check that all ranks have the same versions; others may give wrong results or deadlocks."""
+    """Check that all ranks have the same versions, because different ones may give wrong results or deadlocks."""
     by_name = {name: [rank_facts["versions"][name] for rank_facts in everyone] for name in everyone[0]["versions"]}
     wrong = [name for name, values in by_name.items() if len({*values}) > 1 and name not in OPTIONAL_VERSIONS]
     listed = wrong or [name for name, values in by_name.items() if any(values)]
@@ -154,7 +155,7 @@ def check_gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
         return Finding("GPUs", SKIPPED, "the ranks use the CPU, because torch finds no GPU")
     unknown = [f"rank {rank}: {device.unknown}" for rank, device in enumerate(devices) if device.unknown]
     if unknown:
-        if not any("NVML knows no" in reason for reason in unknown):
+        if not any("NVML does not know" in reason for reason in unknown):
             return Finding("GPUs", SKIPPED, unknown[0])
         todo = "run nvidia-smi -L: the container shows NVML other GPUs than torch, or the driver was replaced"
         return Finding("GPUs", FAIL, unknown[0], todo)
@@ -184,7 +185,9 @@ def check_nics(devices: Sequence[DeviceInfo]) -> Finding:
     }
     if texts == {""}:
         return Finding("NICs", SKIPPED, "/sys shows none; a container may hide them")
-    return Finding("NICs", OK, min(texts) + (f", one of {len(texts)} kinds of hosts" if len(texts) > 1 else ""))
+    return Finding(
+        "NICs", OK, min(texts) + (f"; {len(texts)} kinds of hosts differ in their NICs" if len(texts) > 1 else "")
+    )
 
 
 def check_settings(everyone: Sequence[ProcessFacts]) -> Finding:

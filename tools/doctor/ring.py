@@ -62,7 +62,7 @@ def check_job(ranks: DoctorRanks, seqlen: int, dtype: str, nbytes: int) -> Itera
 
 
 def check_transports(ranks: DoctorRanks, ring: Topology, nbytes: int) -> Iterator[Finding]:
-    """Check for every transport that it opens and sends correctly, and its speed; then the choice of ``auto``."""
+    """Check that every transport opens and sends correctly, and time it; then check the choice of ``auto``."""
     for name in [*transport_names(), AUTO]:
         opened: list[Transport] = []
         try:
@@ -78,7 +78,10 @@ def check_transports(ranks: DoctorRanks, ring: Topology, nbytes: int) -> Iterato
 
 
 def _check_transport_opens(ranks: DoctorRanks, ring: Topology, name: str, opened_transports: list[Transport]) -> str:
-    """Open a transport, send a pattern over every edge, and append the open transports to ``opened_transports``."""
+    """Open a transport, send a pattern over every edge, and return the text of the finding.
+
+    The open transports are appended to ``opened_transports``.
+    """
 
     def open_all() -> None:
         try:
@@ -86,7 +89,7 @@ def _check_transport_opens(ranks: DoctorRanks, ring: Topology, name: str, opened
         except ValueError as error:
             raise CheckSkippedError(f"not possible here: {error}") from None
 
-    ranks.merge_on_rank_0(f"whether {name} opens", open_all)
+    ranks.merge_on_rank_0(f"opening the transport {name}", open_all)
     edges = [
         warm_up_edges(ring, level if len(opened_transports) > 1 else None) for level in range(len(opened_transports))
     ]
@@ -96,13 +99,17 @@ def _check_transport_opens(ranks: DoctorRanks, ring: Topology, name: str, opened
             transport.warm_up(its_edges)
         return "; ".join(dict.fromkeys(transport.reason for transport in opened_transports))
 
-    reason = ranks.merge_on_rank_0(f"whether bytes arrive by {name}", warm_up, lambda reasons: reasons[0])
+    reason = ranks.merge_on_rank_0(f"warming up the transport {name}", warm_up, lambda reasons: reasons[0])
     count = sum(map(len, edges))
     return str(reason) if name == AUTO else f"patterned bytes over {count} edge{'s' * (count > 1)}"
 
 
 def warm_up_edges(ring: Topology, level: int | None) -> list[tuple[int, int]]:
-    """Return the (source, destination) pairs to warm up of a level, or of the whole ring; all pairs if few ranks."""
+    """Return the (source, destination) pairs that a transport warms up, in both directions.
+
+    ``level`` is 0 for the edges inside nodes, 1 for those between nodes, and None for the whole ring. Up to
+    MOST_ALL_PAIRS ranks, None gives all pairs of ranks.
+    """
     if ring.world == 1:
         return [(0, 0)]
     edges = [edge[:2] for edge in ring.edges if level in (None, edge.level)]
@@ -112,7 +119,7 @@ def warm_up_edges(ring: Topology, level: int | None) -> list[tuple[int, int]]:
 
 
 def _edge_speeds(ranks: DoctorRanks, ring: Topology, opened_transports: Sequence[Transport], nbytes: int) -> str:
-    """Time every edge in one direction and return a line of GB/s per edge.
+    """Time every edge in one direction, and return a line with the GB/s of each.
 
     Raises:
         CheckFailedError: Bytes are wrong, or an edge is below ``FRACTION`` of its expected speed.
@@ -159,7 +166,7 @@ def _edge_speeds(ranks: DoctorRanks, ring: Topology, opened_transports: Sequence
         edges = ", ".join([*texts.values()][:PRINTED]) + ", …" * (len(texts) > PRINTED)
         return f"{edges}; slowest {slowest} ({human_count(nbytes, 'B')}, at the slower end)"
 
-    return str(ranks.merge_on_rank_0("how fast the edges are", lambda: None, judge))
+    return str(ranks.merge_on_rank_0("the speed of the edges", lambda: None, judge))
 
 
 def timing_rounds(ring: Topology) -> Iterator[list[EdgeInfo]]:

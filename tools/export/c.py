@@ -37,7 +37,7 @@ QUERY_GRID_WORDS = ("Sq", "Sk", "H", "key of each query")
 
 
 def render_template(template: str, config: ExportConfig, kernels: Sequence[ExportedKernel]) -> str:
-    """Render a template to ``<prefix>.h`` or ``<prefix>.c``."""
+    """Render a template of this folder to the text of ``<prefix>.h`` or ``<prefix>.c``."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -46,9 +46,8 @@ def render_template(template: str, config: ExportConfig, kernels: Sequence[Expor
     )  # fmt: skip
     environment.filters["as_c"] = to_c_expression
     return environment.from_string(files(__package__).joinpath(template).read_text()).render(
-        config=config, kernels=kernels, licence=LICENCE, field=struct_field, senseless=refusal_conditions, fixed=FIXED,
-        bytes=BYTES,
-        data_types=DATA_TYPES, swizzles=SWIZZLES,
+        config=config, kernels=kernels, licence=LICENCE, field=struct_field, refusals=refusal_conditions,
+        fixed=FIXED, bytes=BYTES, data_types=DATA_TYPES, swizzles=SWIZZLES,
     )  # fmt: skip
 
 

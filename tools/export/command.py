@@ -47,9 +47,14 @@ def main(
         str, typer.Option(parser=dtype_name, metavar="DTYPE", help="Dtype of q, k, v and out: bf16, fp16 or fp32.")
     ] = "bfloat16",
     causal: Annotated[
-        bool, typer.Option("--causal", help="Take an interval of keys per query, for causal and other masks.")
+        bool,
+        typer.Option(
+            "--causal", help="Compile kernels that take an interval of keys per query, for causal and other masks."
+        ),
     ] = False,
-    grouped: Annotated[bool, typer.Option(help="Support any number of query heads per key head, or only one.")] = True,
+    grouped: Annotated[
+        bool, typer.Option(help="Support any number of query heads per key head; --no-grouped: exactly one.")
+    ] = True,
     role: Annotated[str, typer.Option(help="Role of the launch in a ring: only, first, middle or last.")] = "only",
     forward_kernel: Annotated[str, typer.Option(help="portable or hopper.")] = "portable",
     backward: Annotated[
@@ -63,7 +68,9 @@ def main(
     ] = None,
     config_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of the table from `ringattn tune`; default: that of a launch."),
+        typer.Option(
+            metavar="DIR", help="Folder of the table from `ringattn tune`; default: the one that launches use."
+        ),
     ] = None,
     out_dir: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("ringattn-export"),
     json: Json = None,
@@ -80,8 +87,7 @@ def main(
     try:
         config = ExportConfig(
             gpu_for_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT_DTYPE_NAMES[dtype], head_dim,
-            value_dim or head_dim, causal,
-            grouped, role, forward_kernel, backward, gpu, config_dir,
+            value_dim or head_dim, causal, grouped, role, forward_kernel, backward, gpu, config_dir,
         )  # fmt: skip
         if is_printing_rank():
             check_folder("--out-dir", out_dir)

@@ -76,7 +76,7 @@ Tiles = dict[str, tuple[Tile, str]]
 
 @lru_cache
 def chosen_tiles(config: ExportConfig) -> Tiles:
-    """Return the tile of every kernel.
+    """Return the tile of every kernel, and where the tile comes from.
 
     If a table has several entries for a kernel, the longest shard wins, then the most query heads per key head.
 
@@ -126,12 +126,17 @@ def _tuned(table: Table, config: ExportConfig, kernel: str) -> tuple[Tile, str] 
 
 
 def _built_in(config: ExportConfig, kernel: str) -> Tile:
+    """Return the built-in tile of a kernel.
+
+    Raises:
+        ValueError: No tile fits the head dim.
+    """
     head_dim = max(config.head_dim, config.head_dim_v)
     if kernel == "hopper":
         return hopper_tile(head_dim)
     if (tile := builtin_tile(kernel, config.arch, config.dtype, head_dim)) is None:
         raise ValueError(
-            f"head dim {head_dim} has no tile for a single-pass backward that fits sm_{config.arch}; "
+            f"head dim {head_dim}: no tile of a single-pass backward fits sm_{config.arch}. "
             "backward='two_pass' supports all head dims"
         )
     return tile

@@ -93,7 +93,7 @@ class TensorMap:
             yield Argument(f"{self.tensor}_map_stride_{axis}", "i64", made_of=stride, at=f"&{self.name}.stride[{i}]")
 
     def inputs(self) -> Iterator[Argument]:
-        """Yield address and strides; the copy engine requires multiples of 16 bytes."""
+        """Yield the fields that a caller fills in: address and strides. TMA requires multiples of 16 bytes."""
         yield Argument(self.tensor, f"*{self.dtype}", multiple=ALIGNMENT)
         for axis, kind in zip("bsh", ("i64", "i32", "i32"), strict=True):
             yield Argument(f"{self.tensor}_stride_{axis}", kind, multiple=ALIGNMENT // BYTES[self.dtype])
@@ -136,7 +136,7 @@ def export(config: ExportConfig, name: str) -> ExportedKernel:
     metadata, cubin = binary.metadata, binary.asm["cubin"]
     if metadata.shared > limit:
         raise ValueError(
-            f"the {name} kernel takes {metadata.shared} bytes of shared memory, sm_{config.arch} has {limit}"
+            f"the {name} kernel needs {metadata.shared} bytes of shared memory, but sm_{config.arch} has {limit}"
         )
     arguments, inputs, maps = split_arguments(launch, size_symbols(config, name))
     layout, threads = read_parameter_layout(cubin), required_threads(binary.asm["ptx"])
@@ -145,7 +145,8 @@ def export(config: ExportConfig, name: str) -> ExportedKernel:
     expected = parameter_offsets(arguments, layout.base)
     if layout.parameters != expected:
         raise RuntimeError(
-            f"the {name} kernel takes parameters of (offset, bytes) {layout.parameters}, its launcher passes {expected}"
+            f"the {name} kernel takes parameters at (offset, bytes) {layout.parameters}, but its launcher would pass "
+            f"{expected}"
         )
     return ExportedKernel(
         name, metadata.name, cubin, arguments, inputs, maps, tuple(layout.parameters), threads, tile, metadata.shared
@@ -160,7 +161,7 @@ def compiled_launch(config: ExportConfig, name: str) -> RecordedLaunch:
 
 
 def export_launch(config: ExportConfig, name: str) -> RecordedLaunch:
-    """Return the uncompiled launch of one kernel, which fixes only the alignment of its tensors."""
+    """Return the uncompiled launch of one kernel. Triton specialises it for the alignment of its tensors only."""
     sizes = SIZES if config.grouped else UNGROUPED
     if name == "delta":  # the exported kernel has no dlse
         shape = sizes.batch, sizes.queries, sizes.heads, config.head_dim_v
@@ -184,7 +185,7 @@ def export_variant(config: ExportConfig, name: str, sizes: CallSizes) -> KernelV
 
 
 def size_symbols(config: ExportConfig, name: str) -> dict[int, str]:
-    """Return the expression of launcher arguments for each size, by its value in ``SIZES``."""
+    """Return the C-like expression for each size of the recorded launch, such as ``{7: "batch"}`` for `SIZES`."""
     sizes = SIZES if config.grouped else UNGROUPED
     by_keys = name in KEY_GRID_KERNELS
     heads = ("heads * group", "heads") if by_keys else ("heads", "heads / group")
@@ -196,7 +197,13 @@ def size_symbols(config: ExportConfig, name: str) -> dict[int, str]:
 def split_arguments(
     launch: RecordedLaunch, symbols: Mapping[int, str]
 ) -> tuple[tuple[Argument, ...], tuple[Argument, ...], tuple[TensorMap, ...]]:
-    """Return the parameters of the binary, the fields that a caller fills in, and the tensor maps."""
+    """Return the parameters of the binary, the fields that a caller fills in, and the tensor maps.
+
+    ``symbols`` has the expression for each size of the launch; see :func:`size_symbols`.
+
+    Raises:
+        RuntimeError: The launcher cannot encode a descriptor of the launch.
+    """
     source, metadata = launch.binary.src, getattr(launch.binary.metadata, "tensordesc_meta", None) or []
     names = [param.name for param in launch.kernel.params]
     # a tensor that is passed twice gets its last name, so a state that is updated in place has the result's name
@@ -233,8 +240,8 @@ def split_arguments(
 
     for index, (name, value) in enumerate(values):
         walk(value, source.signature[name], (index,), name, None)
-    if len(maps) != len(metadata) or any(entry.get("fp4_padded") or entry.get("is_im2col") for entry in metadata):
-        raise RuntimeError(f"the launch has {len(maps)} descriptors, but the compiler's metadata is {metadata}")
+    if len(maps) != len(metadata):
+        raise RuntimeError(f"{launch.name} has {len(maps)} descriptors, but Triton's metadata has {len(metadata)}")
     return tuple(parameters), tuple(inputs), tuple(maps)
 
 
@@ -247,8 +254,14 @@ def _tensor_map(
         RuntimeError: The launcher cannot encode the descriptor.
     """
     dtype = TYPES[value.base.dtype]
-    if metadata["elem_size"] != BYTES[dtype] or len(metadata["block_size"]) != len(AXES):
-        raise RuntimeError(f"{name} is a descriptor of {dtype}, but the compiler's metadata is {metadata}")
+    for field, found, supported in (
+        ("elem_size", metadata["elem_size"], BYTES[dtype]),
+        ("number of dimensions", len(metadata["block_size"]), len(AXES)),
+        ("fp4_padded", bool(metadata.get("fp4_padded")), False),
+        ("is_im2col", bool(metadata.get("is_im2col")), False),
+    ):
+        if found != supported:
+            raise RuntimeError(f"the descriptor of {name} has {field} {found}; the launcher supports only {supported}")
     tensor = "dq" if by_pointer else name
     sizes = *(symbols[size] for size in value.shape[:3]), value.shape[3]
     return TensorMap(tensor, dtype, sizes, tuple(metadata["block_size"]), metadata["swizzle"], by_pointer)
@@ -290,6 +303,7 @@ class ParameterLayout(NamedTuple):
 
 
 def read_parameter_layout(cubin: bytes) -> ParameterLayout:
+    """Read the layout of a kernel's parameters from its cubin."""
     text = run_binary_tool("cuobjdump", "-elf", cubin=cubin)
     bank = BANK.search(text)
     assert bank is not None
@@ -336,6 +350,7 @@ def manifest(config: ExportConfig, kernels: list[ExportedKernel], hashes: dict[s
 
 
 def _entry(config: ExportConfig, kernel: ExportedKernel) -> dict[str, Any]:
+    """Return the manifest's data of one kernel."""
     tile, origin = chosen_tiles(config)[kernel.name]
     parameters = [*map(_parameter, kernel.arguments), *SCRATCH]
     maps = {f"{tensor_map.tensor}_map": _map(tensor_map) for tensor_map in kernel.maps}
@@ -357,6 +372,7 @@ def _entry(config: ExportConfig, kernel: ExportedKernel) -> dict[str, Any]:
 
 
 def _parameter(argument: Argument) -> dict[str, Any]:
+    """Return the manifest's data of one parameter or field."""
     data: dict[str, Any] = {"name": argument.name, "type": argument.type, "size": argument.size}
     data |= {"alignment": argument.alignment} if argument.type == MAP else {}
     data |= {name: value for name in ("same_as", "made_of") if (value := getattr(argument, name))}
