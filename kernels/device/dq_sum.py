@@ -27,9 +27,9 @@ class DqTurn(NamedTuple):
     batch: Any
     head: Any
     done_offset: Any
-    """Offset of this head's counters in ``Turns.gates``."""
+    """Offset of this head's counters in ``AddTurns.gates``."""
     wait_offset: Any
-    """Offset of this key tile's row in ``Turns.numbers``."""
+    """Offset of this key tile's row in ``AddTurns.numbers``."""
     tiles_behind: Any
     """Number of later key tiles."""
 
