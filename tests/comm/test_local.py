@@ -184,7 +184,16 @@ def test_a_line_of_a_failed_world_is_failed() -> None:
     hub.abort(KeyError("a fault"), "by rank 1")
     after = hub.sub_hub("ring", (1, 3))
     assert before.failure is hub.failure is after.failure and hub.sub_hub("ring", (1, 3)) is after
-    assert after.find_returned([0, 1]) == [1]
+    assert after.find_returned([0, 1]) == [1] and (after.names, after.timeout) == ((1, 3), 60.0)
+    hub.end_rank(2)
+    assert before.find_returned([0, 1]) == [1]
+    hub.begin_run()
+    assert before.find_returned([0, 1]) == after.find_returned([0, 1]) == hub.find_returned(range(4)) == []
+    for item in range(2):
+        hub.put("box", item)
+    with pytest.raises(WorldAborted):
+        hub.sub_hub("late", (0, 1)).take("box", 0, "rank 0 waits", 0, 60.0)
+    assert [hub.take("box", 1, "rank 0 waits", 0, 60.0) for _ in range(2)] == [0, 1] and not hub._boxes
     with pytest.raises(WorldAborted, match="another rank raised KeyError"):
         after.take("box", 0, "rank 1 waits", 0, 60.0)
 
