@@ -118,17 +118,19 @@ def test_one_connection_per_group_and_no_values_of_an_earlier_group() -> None:
 
 @pytest.mark.parametrize(
     ("ends", "match"),
-    [(str, "rank 1, which has already returned"), (lambda group: 1 / 0, "another rank raised ZeroDivision")],
+    [(str, "rank 6, which has already returned"), (lambda group: 1 / 0, "another rank raised ZeroDivision")],
 )
 def test_virtual_ranks_do_not_wait_for_a_rank_that_is_gone(ends: Callable[[LocalGroup], object], match: str) -> None:
     messages: list[str] = []
 
     def fn(group: LocalGroup) -> None:
+        control = open_control(group)
+        control.names = range(5, 8)
         if group.rank() == 1:
             ends(group)
             return
         with pytest.raises(TransportError, match=match) as caught:
-            open_control(group).gather(0, what="shapes")
+            control.gather(0, what="shapes")
         messages.append(str(caught.value))
 
     with LocalWorld(3, device="cpu") as world, suppress(ZeroDivisionError):
@@ -478,7 +480,7 @@ def test_an_error_of_rank_0_reaches_the_other_ranks_except_an_abort_of_all(error
         broken.gather_merged(0, break_store, what="shapes")
 
 
-@pytest.mark.parametrize(("patience", "limit"), [(0.5, 0.5), (HANGS, control_module.ANSWER_SECONDS)])
+@pytest.mark.parametrize(("patience", "limit"), [(0.5, 0.5), (1e6, control_module.ANSWER_SECONDS)])
 def test_no_request_takes_longer_than_the_patience_of_its_control(patience: float, limit: float) -> None:
     connection, timeouts = MemoryConnection(HashStore()), list[float]()
     call_store = connection.call_store
