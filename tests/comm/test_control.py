@@ -552,3 +552,25 @@ def test_a_connection_has_its_own_timeouts(monkeypatch: pytest.MonkeyPatch) -> N
     for patience in (None, 4.0, 1e6):
         open_control(Mock(rank=lambda: 0, size=lambda: 1), patience)
     assert given == [control_module.ANSWER_SECONDS, 4.0, control_module.ANSWER_SECONDS]
+
+
+def test_polls_of_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poll seldom after a while, give every request a part of the time left, and name rank 0 if only its answer lacks."""
+    now, pauses, timeouts = [0.0], list[float](), list[float]()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        pauses.append(seconds)
+
+    monkeypatch.setattr(control_module, "time", Mock(monotonic=lambda: now[0], sleep=sleep))
+    connection = MemoryConnection(HashStore())
+    control = Control(connection, 1, 2, "test/", 1e6)
+    control.publish("gather0/0", 0)
+    call_store = connection.call_store
+    connection.call_store = lambda do, timeout: timeouts.append(timeout) or call_store(do, timeout)  # type: ignore[assignment, func-returns-value]
+    with pytest.raises(TransportError, match="no answer from rank 0 within 60 s"):
+        control.gather(0, what="shapes", timeout=60)
+    assert pauses[:3] == pytest.approx([2e-4, 3e-4, 4.5e-4]) and {*pauses[20:]} == {control_module.MAX_POLL_SECONDS}
+    assert 60 <= now[0] < 60.1
+    waits = timeouts[1:]  # after the publication
+    assert (max(waits), min(waits)) == (control_module.ANSWER_SECONDS, control_module.FINAL_STORE_SECONDS)
