@@ -96,6 +96,7 @@ class LocalTransport(TransportBase):
         self._check()
         check_messages(self, self._device, sends, receives)
         self._copy_stream.wait_for_fences(after)
+        self._check()  # an abort may have come during the wait
         ready = (
             self._copy_stream.record_point()
         )  # the sent tensors are final here, and the receivers copy after this point

@@ -306,6 +306,8 @@ class ProcessGroupTransport(TransportBase):
         """Run one group of transfers and block until they are over. Called in the host stream's thread."""
         for fence in after:
             fence.wait()
+        if self._transfer_thread.aborted_event.is_set():  # the caller may have freed the tensors
+            return
         begun = time.monotonic()
         for destination, source in copies:
             destination.copy_(source)

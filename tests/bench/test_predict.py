@@ -445,6 +445,9 @@ def test_areas_of_the_baseline_ring(layout: str, causal: bool) -> None:
         # a part of the rows is also copied back
         nbytes = 6 if step == 0 else 46 if causal and layout != "contiguous" and step > rank else 38
         assert merges[0] == pytest.approx(6 * 2e-6 + nbytes * area.rows * row)
+        ops, costs = baseline_program(call, rank, "backward")
+        merges = [cost for op, cost in zip(ops, costs, strict=True) if (op.what, op.hop) == ("merge", step)]
+        assert merges[:2] == [10 * area.rows * row, 10 * area.keys * 64]
 
 
 def test_the_baseline_ring_is_flat_with_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -555,7 +555,7 @@ def test_a_connection_has_its_own_timeouts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_polls_of_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poll seldom after a while, give every request a part of the time left, and name rank 0 if only its answer lacks."""
+    """Poll seldom after a while, limit every request by the time left, and name rank 0 if only its answer lacks."""
     now, pauses, timeouts = [0.0], list[float](), list[float]()
 
     def sleep(seconds: float) -> None:

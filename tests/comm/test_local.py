@@ -75,6 +75,14 @@ def test_a_rank_is_refused_outside_its_own_thread() -> None:
             posts(groups[0])
         with pytest.raises(RuntimeError, match=r"rank 0 of LocalWorld\(2\) was used from thread 'ringattn-rank1"):
             world.run(lambda group: posts(groups[0]) if group.rank() == 1 else None)
+
+    def forked(group: LocalGroup) -> None:
+        group._process = -1  # of the parent
+        with pytest.raises(RuntimeError, match="was used from thread"):
+            posts(group)
+
+    with world_of(2) as world:
+        world.run(forked)
     with world_of(1) as world:  # with one rank no other rank can block
         posts(world.run(lambda group: group)[0])
 
@@ -170,6 +178,12 @@ def test_wrong_uses_of_a_local_world_are_refused() -> None:
     world.close()
     world.close()
     refused(lambda: world.run(exchange), "this LocalWorld is closed")
+    forked = world_of(2)
+    forked._process = -1
+    refused(lambda: forked.run(exchange), "forked from")
+    forked.close()
+    assert forked._end.alive  # the threads belong to the parent
+    forked._end()
     assert not world_of(2)._end.atexit  # at exit, closing could wait for ranks that have ended
     with world_of(2) as left:
         pass

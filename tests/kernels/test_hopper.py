@@ -483,3 +483,14 @@ def test_gate_problems_of_listings(reads: Callable[[str], list[str]], code: str,
     """Listings with a missing overlap, a wrong handover or a missing fence are found."""
     read = reads(code)
     assert len(read) == len(problems) and all(map(str.startswith, read, problems))
+
+
+def test_the_tma_add_of_older_tritons_takes_32_bit_coordinates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(backward_kernels.tma, "async_atomic_add", raising=False)
+    semantic, handles = Mock(), [Mock(), Mock()]
+    backward_kernels.find_tma_add()(*handles[:1], "coord", handles[1], _semantic=semantic)
+    coord = semantic._convert_to_ir_values
+    coord.assert_called_once_with("coord", require_i64=False)
+    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    reduce = semantic.builder.create_async_tma_reduce
+    reduce.assert_called_once_with(add, handles[0].handle, coord.return_value, handles[1].handle)
