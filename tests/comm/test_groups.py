@@ -260,7 +260,8 @@ def test_virtual_ranks_wait_as_long_as_their_control_but_no_longer_than_their_wo
     patience: float | None, waits: float
 ) -> None:
     transport = open_transport(device="cpu", control=open_control(single_rank(), patience))
-    assert isinstance(transport, LocalTransport) and transport._patience == waits
+    assert isinstance(transport, LocalTransport)
+    assert (transport._patience, transport._timeout) == (waits, min(waits, WARM_UP_SECONDS))
 
 
 def test_the_first_wait_of_a_ring_allows_for_compilation(gloo: dist.ProcessGroup) -> None:

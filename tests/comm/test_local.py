@@ -224,3 +224,23 @@ def test_wake_ups_by_other_ranks_do_not_extend_a_wait(monkeypatch: pytest.Monkey
     with pytest.raises(TransportError, match="nothing happened for 2 s"):
         hub.take("box", 1, "rank 0 waits", 0, 2.0)
     assert waits == [2, 1, 0]
+
+
+@pytest.mark.parametrize("end", ["taken", "aborted", "failed"])
+def test_a_send_is_done_when_it_is_taken_or_can_no_longer_be(end: str) -> None:
+    hub, copied = Hub(2, 60.0), SimpleNamespace(done=lambda: over, wait=bool)
+    group, over = LocalGroup(hub, 0), False
+    group._thread = threading.get_ident()
+    transport = LocalTransport(group, CPU)
+    fence = transport.post(sends=[Message(1, torch.ones(3))], receives=[])
+    assert not fence.done()
+    if end == "taken":
+        parcel = hub.take(("bytes", transport._channel, 0, 1), 0, "rank 1 waits", transport._channel, 60.0)
+        hub.confirm_copy(parcel, copied)
+        assert not fence.done()  # the copy itself is not over
+        over = True
+    elif end == "aborted":
+        transport.abort("it took too long")
+    else:
+        hub.abort(KeyError(), "by rank 1")
+    assert fence.done()

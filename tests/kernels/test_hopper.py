@@ -10,10 +10,12 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
+from triton._C.libtriton import ir
 
 from ringattn.autotune import gate as compiled_gate
 from ringattn.kernels import (
@@ -31,6 +33,7 @@ from ringattn.kernels import (
 )
 from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.gpu import assumed_gpu, shared_limit
+from ringattn.kernels.hopper import backward as backward_kernels
 from ringattn.kernels.hopper import step_order
 
 from ..support import gluon_stand_in, kernel_cases
