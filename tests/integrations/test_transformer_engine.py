@@ -341,3 +341,23 @@ def test_wrong_boundaries_are_refused(boundaries: Boundaries, tokens: int, messa
     options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "boundaries": boundaries}
     with LocalWorld(2) as world, pytest.raises((ValueError, NotImplementedError), match=message):
         world.run(lambda group: attend_format(q, k, v, group=group, **options))
+
+
+def test_layouts_and_packings_of_one_and_of_several_ranks() -> None:
+    assert formats._even_layout(7, 1, False).lengths == formats._even_layout(7, 1, True).lengths == (7,)
+    assert formats._even_layout(6, 2, True) == Layout.contiguous(6, 2)
+    assert formats._even_layout(8, 2, False) == Layout.zigzag(8, 2)
+    for seqlen, contiguous, multiple in ((6, False, 4), (7, True, 2)):
+        with pytest.raises(ValueError, match=f"has {seqlen} tokens over 2 ranks: it must be a multiple of {multiple}"):
+            formats._even_layout(seqlen, 2, contiguous)
+    alone = formats._packing((0, 3, 5), (0, 3, 7), 1, False)
+    assert (alone.layout.lengths, alone.cu_seqlens, alone.has_padding) == ((7,), (0, 3, 3, 5, 7), True)
+    packed = formats._packing((0, 8), (0, 8), 2, False)
+    assert packed == (Layout.zigzag(8, 2, (0, 8)), (0, 8, 8), False)
+    for real, padded, message in (
+        ((0, 8, 4), (0, 8, 4), "document 1 has -4 tokens, -4 with"),
+        ((0, 5), (0, 4), "document 0 has 5 tokens, 4 with"),
+        ((0, 6), (0, 6), "not a multiple of 4"), ((0, 4), (0, 4, 8), "has 3 boundaries, cu_seqlens_q 2"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            formats._packing(real, padded, 2, False)
