@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -610,3 +610,17 @@ def test_an_answering_store_resets_the_pause_between_retries(
             clock.now += module.MAX_SILENT_SECONDS
     assert pauses == [2.0, 4.0, 8.0, 2.0]
     assert [record.message for record in caplog.records] == ["rank 0: silent"]
+
+
+def test_a_call_is_passed_on_to_the_preflight_with_every_argument() -> None:
+    watch = WatchedRanks(2).watches[0]
+    preflight = watch._preflight = Mock(call_count=4, agree_on_call=Mock(return_value=None))
+    assert watch.agree_on_call({"a": 1}, {"b": 2}, forward_number=3, is_forced=True) == 5
+    given = call({"a": 1}, {"b": 2}, forward_number=3, is_forced=True, stop=watch.failure_reason)
+    assert preflight.agree_on_call.mock_calls == [given]
+    assert [report.row.step for report in watch._telemetry.table.reports(0.0)] == ["agreed on a call"] * 2
+    assert not watch._is_in_preflight and watch._agreed_call == 5
+    preflight.agree_on_call.return_value = Mock(text="they differ", is_in_flight=False)
+    with pytest.raises(ValueError, match="they differ"):
+        watch.agree_on_call({})
+    assert watch._agreed_call is None and watch.failure_reason() is None
