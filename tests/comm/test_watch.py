@@ -624,3 +624,62 @@ def test_a_call_is_passed_on_to_the_preflight_with_every_argument() -> None:
     with pytest.raises(ValueError, match="they differ"):
         watch.agree_on_call({})
     assert watch._agreed_call is None and watch.failure_reason() is None
+
+
+def test_only_a_transport_error_looks_for_another_rank_s_failure_first() -> None:
+    for error, looks in ((KeyError("a head"), 0), (TransportError("closed"), 1)):
+        watch = WatchedRanks(2).watches[0]
+        watch._find_explanation = Mock(return_value=None)  # type: ignore[method-assign]
+        watch.report_failure(error)
+        assert watch._find_explanation.call_count == looks
+
+
+def test_a_transport_s_own_error_names_the_oldest_transfer() -> None:
+    ranks, _ = ranks_in_first_hop(2)
+    ranks.transports[0].check = lambda: "a network error"  # type: ignore[assignment, method-assign, return-value]
+    ranks.watches[0].tick()
+    text = str(ranks.watches[0].failure_reason())
+    assert text.startswith("rank 0: forward hop 1: K/V (") and ") failed: a network error. " in text
+
+
+@pytest.mark.parametrize("active", ["phase", "preflight", "transfer", ""])
+def test_a_ring_is_active_in_a_loop_a_preflight_or_a_transfer(active: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, watch = ManualClock(monkeypatch), WatchedRanks(2).watches[0]
+    if active == "transfer":
+        watch.add_post("K/V", ManualTransfer(), [DONE], [(1, 64)], [])
+    watch._phase, watch._is_in_preflight = "forward" if active == "phase" else None, active == "preflight"
+    clock.now += 2.0
+    watch.tick()
+    assert watch._active_at == (clock.now if active else -NEVER)
+
+
+def test_idle_ranks_of_large_worlds_ask_seldom_and_silent_stores_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, ranks = ManualClock(monkeypatch), WatchedRanks(64)
+    watch, connection = ranks.watches[0], ranks.connection(0)
+    watch._answered_at = clock.now
+    for seconds, asked in ((1.9, 0), (0.2, 1)):  # twice as seldom as 32 ranks
+        clock.now += seconds
+        watch.tick()
+        assert connection.asked == asked
+    connection.problem, pauses = "no answer", []
+    for _ in range(5):
+        assert watch._exchange() is watch._exchange() is None  # the second does not ask
+        pauses.append(watch._retry_store_at - clock.now)
+        clock.now = watch._retry_store_at
+    assert pauses == [2, 4, 8, 16, 16] and connection.asked == 1 + 5
+    connection.problem = None
+    assert watch._exchange() == {}
+    connection.problem = "no answer"
+    watch._exchange()
+    assert watch._retry_store_at - clock.now == 2
+
+
+@pytest.mark.parametrize(("finder", "told"), [(0, True), (1, False)])
+def test_a_difference_of_calls_is_told_by_the_rank_that_found_it(finder: int, told: bool) -> None:
+    ranks = WatchedRanks(2)
+    ranks.watches[0]._report_problem(None, "given up", module.RingFailure(finder, "ValueError", "they differ"))
+    published = ranks.controls[1].read_key("failure")
+    assert published == ([finder, "ValueError", "they differ"] if told else None)
+    assert ranks.watches[0].failure_reason() == "they differ"
