@@ -454,11 +454,17 @@ def test_the_baseline_ring_is_flat_with_two_buffers(monkeypatch: pytest.MonkeyPa
     calls: list[PredictedCall] = []
     simulate = baseline_ring._simulated
     monkeypatch.setattr(baseline_ring, "_simulated", lambda call, *rest: calls.append(call) or simulate(call, *rest))
+    message_cost, nodes = baseline_ring.message_cost, set[int]()
+    monkeypatch.setattr(
+        baseline_ring, "message_cost", lambda call, links: nodes.add(call.nodes) or message_cost(call, links)
+    )
     arguments: Any = (replace(CALL, nodes=3, slots=5), H100, LINKS)
     slow, plain = (
         baseline_ring.baseline_passes(*arguments, given) for given in (Perturbation({1: 50.0}), Perturbation())
     )
-    assert {(call.two_level, call.slots) for call in calls} == {(False, 2)}
+    assert {(call.two_level, call.slots) for call in calls} == {(False, 2)} and nodes == {3}
+    drawn = baseline_ring.baseline_passes(*arguments, Perturbation({}, 0.2))
+    assert [len(each.seconds) for each in drawn] == [DRAWS] * 2
     assert [each.phase for each in plain] == [*PASSES] and slow[0].seconds > plain[0].seconds
     (forward,) = baseline_ring.baseline_passes(*arguments, phases=FORWARD)
     assert forward == plain[0]

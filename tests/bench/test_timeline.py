@@ -188,7 +188,7 @@ def test_device_under_a_launcher(flags: list[str], where: str, monkeypatch: pyte
 
 
 def test_every_event_is_on_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    offsets, errors = [ClockOffset(0.0, 0.0), ClockOffset(-100.0, 0.25)], (0.5, 0.125)
+    offsets, errors = [ClockOffset(0.0, 0.0), ClockOffset(-100.0, 0.25)], (0.125, 0.5)
     monkeypatch.setattr(record, "measure_clock_offset", lambda control: offsets[control.rank])
 
     def of_a_rank(group: LocalGroup) -> Timeline | None:
@@ -215,7 +215,7 @@ def test_every_event_is_on_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatch) 
         )
     ]  # fmt: skip
     assert nothing is None
-    assert timeline == Timeline("a title", "measured", 2, tuple(events), {"call": 3, "clock_error": 0.5})
+    assert timeline == Timeline("a title", "measured", 2, tuple(events), {"call": 3, "clock_error": 0.75})
 
 
 def test_the_run_of_median_length_is_kept_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
