@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from ringattn import Layout
-from ringattn.bench.predict import baseline_ring
+from ringattn.bench.predict import baseline_ring, ring_time
 from ringattn.bench.predict.alternatives import exchange_seconds, predict_alternatives, ulysses_passes
 from ringattn.bench.predict.crossover import check_memory, percent_of_ideal, straggler_seconds, tokens_needed
 from ringattn.bench.predict.inputs import PredictionInputs
@@ -451,20 +452,19 @@ def test_areas_of_the_baseline_ring(layout: str, causal: bool) -> None:
 
 
 def test_the_baseline_ring_is_flat_with_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[PredictedCall] = []
+    calls: Any = []
     simulate = baseline_ring._simulated
     monkeypatch.setattr(baseline_ring, "_simulated", lambda call, *rest: calls.append(call) or simulate(call, *rest))
-    message_cost, nodes = baseline_ring.message_cost, set[int]()
+    message_cost = ring_time.message_cost
+    nodes: Any = set()
     monkeypatch.setattr(
         baseline_ring, "message_cost", lambda call, links: nodes.add(call.nodes) or message_cost(call, links)
     )
-    arguments: Any = (replace(CALL, nodes=3, slots=5), H100, LINKS)
-    slow, plain = (
-        baseline_ring.baseline_passes(*arguments, given) for given in (Perturbation({1: 50.0}), Perturbation())
-    )
+    predict = partial(baseline_ring.baseline_passes, replace(CALL, nodes=3, slots=5), H100, LINKS)
+    slow, plain = (predict(given) for given in (Perturbation({1: 50.0}), Perturbation()))
     assert {(call.two_level, call.slots) for call in calls} == {(False, 2)} and nodes == {3}
-    drawn = baseline_ring.baseline_passes(*arguments, Perturbation({}, 0.2))
+    drawn = predict(Perturbation({}, 0.2))
     assert [len(each.seconds) for each in drawn] == [DRAWS] * 2
     assert [each.phase for each in plain] == [*PASSES] and slow[0].seconds > plain[0].seconds
-    (forward,) = baseline_ring.baseline_passes(*arguments, phases=FORWARD)
+    (forward,) = predict(phases=FORWARD)
     assert forward == plain[0]

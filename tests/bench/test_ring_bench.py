@@ -198,6 +198,7 @@ def rows(tokens: int = 1024, world: int = 2, **seconds: float) -> list[Row]:
 @pytest.mark.parametrize(("kind", "ranks"), [(OURS, 4), (BASELINE, 4), (ONE_DEVICE, 1), (memory_table.ALL_CORES, 1)])
 def test_every_column_of_a_row(kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # An extra run may wait or compute longer than the timed runs take in all.
+    parts: tuple[float | None, float | None] = (None, None)
     monkeypatch.setattr(measure, "split_step_time", lambda candidate, shards: parts)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
     problem = AttentionConfig(64, 4, 2, heads=4, kv_heads=2, head_dim=8, causal=False)
@@ -221,7 +222,7 @@ def test_every_column_of_a_row(kind: str, ranks: int, monkeypatch: pytest.Monkey
 
 
 def test_time_of_waiting_and_computing_by_kind_of_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
+    calls: Any = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_: calls.append("meet"))
     trace = SimpleNamespace(seconds={"wait": 0.1, "compute": 0.2}.__getitem__)
     ring = SimpleNamespace(record=lambda: nullcontext(trace))

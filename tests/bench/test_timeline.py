@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ringattn import LocalWorld
 from ringattn.bench.common import launching, memory
-from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.attention import AttentionConfig, forward_backward
 from ringattn.bench.common.ranks import LAUNCHERS, launched_rank
 from ringattn.bench.common.result import read_result
 from ringattn.bench.predict.links import PRESETS, ClusterLinks
@@ -219,8 +219,8 @@ def test_every_event_is_on_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_run_of_median_length_is_kept_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, steps = iter([3.0, 1.0, 2.0]), list[Any]()
-    forward_backward = record.forward_backward
+    lengths = iter([3.0, 1.0, 2.0])
+    steps: Any = []
     monkeypatch.setattr(record, "forward_backward", lambda *given: steps.append(given) or forward_backward(*given))
     gathered: list[Any] = []
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from unittest.mock import Mock
 
 import pytest
@@ -482,10 +482,10 @@ def test_an_error_of_rank_0_reaches_the_other_ranks_except_an_abort_of_all(error
 
 @pytest.mark.parametrize(("patience", "limit"), [(0.5, 0.5), (1e6, control_module.ANSWER_SECONDS)])
 def test_no_request_takes_longer_than_the_patience_of_its_control(patience: float, limit: float) -> None:
-    connection, timeouts = MemoryConnection(HashStore()), list[float]()
+    connection, timeouts = MemoryConnection(HashStore()), cast("Any", [])
     call_store = connection.call_store
-    connection.call_store = lambda do, timeout: timeouts.append(timeout) or call_store(do, timeout)  # type: ignore[assignment, func-returns-value]
-    connection.find_dead_peer = lambda missing, names, timeout: timeouts.append(timeout)  # type: ignore[assignment, method-assign]
+    connection.call_store = lambda do, timeout: timeouts.append(timeout) or call_store(do, timeout)  # type: ignore[method-assign]
+    connection.find_dead_peer = lambda missing, names, timeout: timeouts.append(timeout)  # type: ignore[method-assign]
     control = Control(connection, 0, 2, "test/", patience)
     requests: list[Callable[[], object]] = [
         lambda: control.publish("0", 0), lambda: control.read_key("0"), lambda: control.count("calls", 2),
@@ -538,8 +538,10 @@ def test_errors_of_a_store_say_whether_its_server_is_lost(monkeypatch: pytest.Mo
 
 
 def test_a_connection_has_its_own_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, given = list[Any](), list[float]()
-    kind = type("Server", (), {"host": "node", "port": 7, "set_timeout": lambda store, timeout: made.append(timeout)})
+    made, given = list[Any](), cast("Any", [])
+    kind: Any = type(
+        "Server", (), {"host": "node", "port": 7, "set_timeout": lambda store, timeout: made.append(timeout)}
+    )
     monkeypatch.setattr(control_module, "TCPStore", kind)
     monkeypatch.setattr(kind, "__init__", lambda store, *where, **how: made.extend([where, how]), raising=False)
     control_module._own_store(kind.__new__(kind), 4.0)
@@ -556,7 +558,7 @@ def test_a_connection_has_its_own_timeouts(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_polls_of_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll seldom after a while, limit every request by the time left, and name rank 0 if only its answer lacks."""
-    now, pauses, timeouts = [0.0], list[float](), list[float]()
+    now, pauses, timeouts = [0.0], list[float](), cast("Any", [])
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
@@ -567,7 +569,7 @@ def test_polls_of_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     control = Control(connection, 1, 2, "test/", 1e6)
     control.publish("gather0/0", 0)
     call_store = connection.call_store
-    connection.call_store = lambda do, timeout: timeouts.append(timeout) or call_store(do, timeout)  # type: ignore[assignment, func-returns-value]
+    connection.call_store = lambda do, timeout: timeouts.append(timeout) or call_store(do, timeout)  # type: ignore[method-assign]
     with pytest.raises(TransportError, match="no answer from rank 0 within 60 s"):
         control.gather(0, what="shapes", timeout=60)
     assert pauses[:3] == pytest.approx([2e-4, 3e-4, 4.5e-4]) and {*pauses[20:]} == {control_module.MAX_POLL_SECONDS}

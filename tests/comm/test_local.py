@@ -228,8 +228,9 @@ def test_wake_ups_by_other_ranks_do_not_extend_a_wait(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("end", ["taken", "aborted", "failed"])
 def test_a_send_is_done_when_it_is_taken_or_can_no_longer_be(end: str) -> None:
+    over = False
     hub, copied = Hub(2, 60.0), SimpleNamespace(done=lambda: over, wait=bool)
-    group, over = LocalGroup(hub, 0), False
+    group = LocalGroup(hub, 0)
     group._thread = threading.get_ident()
     transport = LocalTransport(group, CPU)
     fence = transport.post(sends=[Message(1, torch.ones(3))], receives=[])

@@ -359,7 +359,7 @@ FAULTS: list[tuple[str, str, Callable[..., Any], str]] = [
     (
         "sending_leaves",
         "post",
-        edit("sends", call_for_each(lambda x: x.register_hook(lambda grad: 2 * grad))),
+        edit("sends", call_for_each(lambda x: x.register_hook(lambda grad: 2 * grad))),  # type: ignore[no-untyped-call]
         "the gradient is",
     ),
     ("sending_leaves", "post", spoil(lambda *_: True), "what arrived is"),

@@ -636,7 +636,7 @@ def test_only_a_transport_error_looks_for_another_rank_s_failure_first() -> None
 
 def test_a_transport_s_own_error_names_the_oldest_transfer() -> None:
     ranks, _ = ranks_in_first_hop(2)
-    ranks.transports[0].check = lambda: "a network error"  # type: ignore[assignment, method-assign, return-value]
+    ranks.transports[0].check = lambda: "a network error"  # type: ignore[assignment, method-assign]
     ranks.watches[0].tick()
     text = str(ranks.watches[0].failure_reason())
     assert text.startswith("rank 0: forward hop 1: K/V (") and ") failed: a network error. " in text

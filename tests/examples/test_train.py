@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ringattn import Ring
 from ringattn.bench.common.memory import PeakMemory, return_freed_memory
 from ringattn.bench.demo.compare import TrainingRecorder, TrainingRun, prepare_whole, pytorch_attention
 from ringattn.examples import train
@@ -195,9 +197,10 @@ def test_progress_lines_of_rank_0_and_settings_of_the_optimizer(
         made.append((options, opened[-1]))
         return optimizer(parameters, **options)
 
-    optimizer, ring, opened = torch.optim.Adam, train.Ring, list[int]()
+    optimizer = torch.optim.Adam
+    opened: Any = []
     monkeypatch.setattr(torch.optim, "Adam", adam)
-    monkeypatch.setattr(train, "Ring", lambda group, *, slots: opened.append(slots) or ring(group, slots=slots))
+    monkeypatch.setattr(train, "Ring", lambda group, *, slots: opened.append(slots) or Ring(group, slots=slots))
     job = replace(TINY, seqlen=4, layers=1, heads=1, kv_heads=1, head_dim=2, steps=41, lr=0.25)
     run = train_virtual_ranks(job, read_text(), 2)
     pattern = re.compile(r"sharded, step (\d+) of 41: loss (\S+), [\d,]+ tokens/s")
@@ -216,11 +219,11 @@ def test_progress_lines_of_rank_0_and_settings_of_the_optimizer(
 def test_the_command_prints_the_last_loss_on_rank_0(
     launched: bool, rank: int, seconds: list[float], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    ran: list[Any] = []
+    ran: Any = []
     run = Run({0: 0.1, 1: 0.5, 2: 0.7}, seconds)
     monkeypatch.setattr(train, "train_process", lambda *given: ran.append(given) or run)
     monkeypatch.setattr(train, "train_virtual_ranks", lambda *given: ran.append(given) or run)
-    monkeypatch.setattr(train.dist, "is_torchelastic_launched", lambda: launched)
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: launched)
     monkeypatch.setattr("sys.argv", ["train.py", "--steps=2", "--seqlen=1000", "--batch=2", "--world=3"])
     monkeypatch.setenv("RANK", str(rank))
     train.main()
@@ -233,7 +236,7 @@ def test_rows_and_tokens_of_every_rank_of_a_mesh(rank: int, monkeypatch: pytest.
     """Split six rows over two rings of three ranks."""
     row, place = divmod(rank, 3)
     mesh = SimpleNamespace(get_local_rank={"data": row, "context": place}.__getitem__)
-    made: list[Any] = []
+    made: Any = []
 
     class Mesh(SimpleNamespace):
         def __getitem__(self, name: str) -> str:
@@ -250,8 +253,8 @@ def test_rows_and_tokens_of_every_rank_of_a_mesh(rank: int, monkeypatch: pytest.
     monkeypatch.setattr(train, "init_device_mesh", device_mesh)
     monkeypatch.setattr(train, "Training", training)
     monkeypatch.setattr(train, "Ring", lambda group, slots: made.append((group, slots)) or FakeRing())
-    monkeypatch.setattr(train.dist, "get_world_size", lambda: 6)
-    monkeypatch.setattr(train.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 6)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
     job = replace(TINY, seqlen=24, batch=6, data=2, layout="striped")
     assert train_on_mesh(job, b"text", CPU, "watch") == ("watch", b"text", CPU)  # type: ignore[comparison-overlap, arg-type]
     (shape, names), ring, part = made
@@ -286,8 +289,8 @@ def test_a_process_trains_on_its_device_and_closes_its_group(
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
-    monkeypatch.setattr(train.dist, "init_process_group", lambda: calls.append("open"))
-    monkeypatch.setattr(train.dist, "destroy_process_group", lambda: calls.append("close"))
+    monkeypatch.setattr(dist, "init_process_group", lambda: calls.append("open"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("close"))
     monkeypatch.setattr(train, "train_on_mesh", fails)
     with pytest.raises(JobError):
         train.train_process(TINY, b"text")
