@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -422,7 +423,22 @@ def abort_ends_a_blocked_receive(transport: Transport, device: torch.device) -> 
         transport.post(sends=[], receives=[])
 
 
-HOST_CASES[abort_ends_a_blocked_receive.__name__] = abort_ends_a_blocked_receive
+def abort_ends_a_post_that_waits(transport: Transport, device: torch.device) -> None:
+    """Abort while a post waits for its `after`. The post must not move its messages any more."""
+    _, back = ring_neighbours(transport)
+    own, neighbours = constant_tensor(-1, 10, device), constant_tensor(-1, 10, device)
+    sent = constant_tensor(transport.rank, 10, device)
+    transport.gather(None)
+    aborting = CallbackFence(partial(transport.abort, "it took too long"))
+    sends = [Message(peer, sent) for peer in dict.fromkeys((transport.rank, ring_neighbours(transport)[0]))]
+    receives = [Message(peer, x) for peer, x in {transport.rank: own, back: neighbours}.items()]
+    with expect_error(TransportError, "it took too long"):
+        transport.post(sends=sends, receives=receives, after=[aborting]).wait()
+    time.sleep(0.05)  # a transfer thread may still run
+    expect([distinct_values(x) for _, x in receives], [[-1]] * len(receives))
+
+
+HOST_CASES |= {case.__name__: case for case in (abort_ends_a_blocked_receive, abort_ends_a_post_that_waits)}
 
 
 @case

@@ -97,6 +97,7 @@ class LocalTransport(TransportBase):
         self._check()
         check_messages(self, self._device, sends, receives)
         self._copy_stream.wait_for_fences(after)
+        self._check()  # an abort may have come during the wait
         # The sent tensors are final here, and the receivers copy after this point.
         ready = self._copy_stream.record_point()
         sent = [self._publish(message, ready) for message in sends]

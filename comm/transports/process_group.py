@@ -320,6 +320,8 @@ class ProcessGroupTransport(TransportBase):
         """
         for fence in after:
             fence.wait()
+        if self._transfer_thread.aborted_event.is_set():  # the caller may have freed the tensors
+            return
         begun = time.monotonic()
         for destination, source in copies:
             destination.copy_(source)

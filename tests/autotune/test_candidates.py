@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -67,6 +69,57 @@ def test_a_crash_or_hang_fails_only_its_own_job() -> None:
         3: JobFailure("it did not end in time and was killed"),
         4: "off",
     }
+
+
+KILLED = JobFailure("it did not end in time and was killed")
+
+
+@pytest.mark.parametrize(
+    ("answer", "left", "result", "waited", "ends"),
+    [
+        (7, math.inf, 7, [20.0], ""),
+        (7, 3.0, 7, [3.0], ""),
+        (None, math.inf, KILLED, [20.0], "killed"),
+        (None, 20.0, KILLED, [20.0], "killed"),
+        (None, 3.0, None, [3.0], "killed"),
+        (EOFError(), math.inf, JobFailure("its process died with exit code 7"), [20.0], "joined"),
+        (BrokenPipeError(), math.inf, JobFailure("its process died with exit code 7"), [20.0], "joined"),
+        (7, 0.0, None, [], ""),
+        (7, -1.0, None, [], ""),
+    ],
+)
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_worker_is_kept_until_it_fails(
+    answer: Any, left: float, result: Any, waited: list[float], ends: str, closed: bool
+) -> None:
+    process, connection = Mock(exitcode=7), Mock()
+    connection.poll.side_effect = lambda seconds: waits.append(seconds) or answer is not None
+    connection.recv.side_effect = [answer]
+    waits: list[float] = []
+    with Pool(number_job, 1, seconds=20.0) as pool:
+        pool._own.worker, pool._closed = (process, connection), closed
+        assert pool._result("job", lambda: left) == (None if closed else result)
+        assert pool._own.worker == ((process, connection) if closed or not ends else None)
+    assert waits == ([] if closed else waited)
+    assert connection.send.mock_calls == ([call("job")] if waits else [])
+    called = {"": [], "killed": [call.kill()], "joined": [call.join()]}[ends]
+    assert process.mock_calls == ([] if closed else called)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_worker_that_starts_while_the_pool_closes_is_killed(closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs, process = Mock(), Mock(), Mock()
+    context = Mock(Pipe=lambda: (ours, theirs), Process=lambda **made: started.append(made) or process)
+    process.start.side_effect = lambda: environments.append(os.environ.get("TRITON_INTERPRET"))
+    started, environments = list[Any](), list[Any]()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context if method == "spawn" else None)
+    with Pool(number_job, 1) as pool:
+        pool._closed = closed
+        assert pool._start() == pool._own.worker == (process, ours)
+        assert process.mock_calls == [call.start(), *([call.kill()] if closed else [])]
+    assert process.mock_calls[-2:] == [call.kill(), call.join()] and theirs.mock_calls == [call.close()]
+    assert [(*made["args"][1:], made["daemon"]) for made in started] == [(number_job, True)]
+    assert environments == [None] and os.environ["TRITON_INTERPRET"] == "1"
 
 
 def compiler_of(pool: InlinePool, path: Path, **how: Any) -> Compiler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -10,9 +11,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from ringattn.bench.common.launching import launch_processes, run_process_group
 from ringattn.bench.common.output import is_printing_rank
 from ringattn.bench.common.process_group import PORTS, delay_secondary_errors
 from ringattn.bench.common.ranks import JOB, LAUNCHERS, LaunchedRank, launched_rank
+from ringattn.bench.common.timing import StepTimer
 
 ROOT = Path(__file__).parents[2]
 GROUPS = 5
@@ -287,6 +290,73 @@ LAUNCHED = {
 def test_every_command_under_every_launcher(command: str, launcher: str, tmp_path: Path) -> None:
     out = launched(launcher, *command.format(folder=tmp_path).split())
     assert out.count(LAUNCHED[command]) == 1, out
+
+
+TOGETHER = (
+    "bench ring",
+    "bench links",
+    "bench overlap",
+    "bench timeline",
+    "bench memory",
+    "demo",
+    "doctor",
+    "tune --ring",
+)
+ALONE = [
+    "predict --seqlen 8k --world 4 --heads 4",
+    "predict --sweep tokens=1k..2k,gpus=2..4 --heads 4",
+    "inspect 90:fp16:64:delta",
+    "export --arch 90 --head-dim 16 --out-dir {folder}/export",
+    "report {folder}/..",
+]
+RESULT_FILES = ("--json", "one.json", "--csv", "one.csv")
+FILES = {
+    **dict.fromkeys(("bench", "tune", "doctor", "inspect"), RESULT_FILES),
+    "show": (*RESULT_FILES, "--out", "one.svg"),
+    "demo": (*RESULT_FILES, "--plot", "one.svg"),
+    "bench timeline": (*RESULT_FILES, "--trace", "trace.json", "--out", "one.svg"),
+    "predict": (*RESULT_FILES, "--trace", "trace.json"),
+    "predict --sweep": (*RESULT_FILES, "--picture", "one.svg"),
+    "export": ("--json", "one.json"),
+    "report": ("--out", "page.html"),
+    "bench suite": (),
+}
+"""Flags that name files, by the start of a command; the longest start counts."""
+
+
+def files_of(command: str) -> tuple[str, ...]:
+    return FILES[max((start for start in FILES if command.startswith(start)), key=len)]
+
+
+def run_on_rank(commands: list[str], folder: str) -> list[tuple[str, int, str, list[str]]]:
+    """Run commands on this rank; return exit code, output and new files of each."""
+    results = []
+    for number, command in enumerate(commands):
+        if os.environ["RANK"] == "0" and not command.startswith(TOGETHER):
+            continue
+        own = Path(folder, os.environ["RANK"], str(number))
+        own.mkdir(parents=True)
+        words = command.format(folder=own).split()
+        words += [name if name.startswith("-") else f"{own / name}" for name in files_of(command)]
+        is_together = command.startswith(TOGETHER)
+        timed_alone = patch.object(StepTimer, "__call__", side_effect=AssertionError("every rank measures"))
+        with nullcontext() if is_together else timed_alone:
+            done = CliRunner().invoke(cli.app, words)
+        made = [str(path.relative_to(own)) for path in sorted(own.rglob("*"))]
+        results.append((command, done.exit_code, done.output, made))
+    Path(folder, os.environ["RANK"], "results").write_bytes(pickle.dumps(results))
+    return results
+
+
+def test_only_rank_0_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # inspect and export compile
+    commands = [*LAUNCHED, *ALONE]
+    first = launch_processes(2, run_on_rank, commands, str(tmp_path))
+    assert len(first) == len(TOGETHER)
+    for command, code, output, files in first:
+        assert code == 0 and output.count(LAUNCHED[command]) == 1, (command, output)
+        assert {*files_of(command)[1::2]} <= {*files}, (command, files)
+    assert pickle.loads((tmp_path / "1" / "results").read_bytes()) == [(command, 0, "", []) for command in commands]
 
 
 @pytest.mark.parametrize("bench", ["ring", "overlap", "links", "timeline"])

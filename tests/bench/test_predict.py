@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ringattn import Layout
+from ringattn.bench.predict import baseline_ring, ring_time
 from ringattn.bench.predict.alternatives import exchange_seconds, predict_alternatives, ulysses_passes
 from ringattn.bench.predict.crossover import check_memory, percent_of_ideal, straggler_seconds, tokens_needed
 from ringattn.bench.predict.inputs import PredictionInputs
@@ -364,3 +366,105 @@ def test_a_tile_with_the_last_visible_row_is_an_edge(sees_first: bool) -> None:
     hi = torch.where(visible | sees_first, 9, 0).int()
     area = bounds_area(Bounds(lo, hi), len(rows), 9)
     assert (area.pairs, area.edges) == (9 * int(visible.sum()), TILE_ROWS)
+
+
+CALL = PredictedCall(
+    tokens=16, world=3, layout="contiguous", batch=2, heads=4, kv_heads=2, head_dim=8, dtype="bfloat16"
+)
+KV, DKV = TransferKind.KV.name, TransferKind.DKV.name
+BASELINE_OPS = {
+    "forward": [(KV, 0, ()), ("attention", 0, ()), ("merge", 0, ()), (KV, 1, (2,)), ("attention", 1, (0,)),
+                ("merge", 1, ()), ("merge", 2, (3,))],
+    "backward": [(KV, 0, ()), ("attention", 0, ()), ("merge", 0, ()), ("merge", 0, ()), (DKV, 0, (3,)), (KV, 1, (3,)),
+                 ("attention", 1, (0,)), ("merge", 1, ()), ("merge", 1, (4,)), (DKV, 1, (8,)), ("merge", 2, (5, 9)),
+                 (DKV, 2, (10,)), ("merge", 2, (11,))],
+}  # fmt: skip
+"""Operations of rank 1 of three, with contiguous shards and a causal mask: what, step and what they wait for."""
+
+
+class Counted:
+    """Speed of a GPU whose memory moves 1 byte per second; an attention takes its pairs, or 1,000 more backward."""
+
+    launch = 1e6
+
+    def memory_seconds(self, nbytes: float) -> float:
+        return nbytes
+
+    def product_seconds(self, area: Any, call: object, *, backward: bool = False) -> float:
+        return float(area.pairs) + 1000 * backward
+
+
+def baseline_program(call: PredictedCall, rank: int, phase: str) -> tuple[list[Op], list[Any]]:
+    """Return the operations and costs of one rank."""
+    writer, speed = baseline_ring._Writer(call, rank, phase), Counted()
+    {"forward": baseline_ring._forward, "backward": baseline_ring._backward}[phase](writer, speed)  # type: ignore[arg-type]
+    return writer.ops, writer.costs
+
+
+@pytest.mark.parametrize("phase", PASSES)
+def test_programs_of_the_baseline_ring(phase: str) -> None:
+    ops, costs = baseline_program(CALL, 1, phase)
+    assert [(op.what, op.hop, tuple(sorted(op.after))) for op in ops] == BASELINE_OPS[phase]
+    kv, row = 2 * 2 * 2 * 8, 2 * 4 * 8  # elements of K and V, and of a query row, per token of both batch rows
+    for op in ops:
+        is_transfer = op.what in (KV, DKV)
+        nbytes = 16 * kv * (2 if op.what == KV else 4)
+        assert op.stream == (INSIDE if is_transfer else COMPUTE)
+        assert (op.sends, op.receives) == ((((2, nbytes),), ((0, nbytes),)) if is_transfer else ((), ()))
+        assert op.key == (PostKey(phase, op.hop, TransferKind[op.what], op.hop, 0) if is_transfer else None)
+    # bytes per element: fp32 and 16-bit reads and writes
+    first, merged, last, gradient = 6 * row, 38 * row, 6 * row, 10 * row
+    kernels = 6 * 2e-6
+    attend = [1e6 + pairs + 1000 * (phase == "backward") for pairs in (16 * 17 / 2, 16 * 16)]
+    expected = {
+        "forward": [attend[0], kernels + 16 * first, attend[1], kernels + 16 * merged, 16 * last],
+        "backward": [attend[0], 16 * gradient, 160 * kv, attend[1], 16 * gradient, 160 * kv, 0, 96 * (row + kv)],
+    }[phase]
+    assert [cost for op, cost in zip(ops, costs, strict=True) if op.stream == COMPUTE] == pytest.approx(expected)
+    assert not any(cost for op, cost in zip(ops, costs, strict=True) if op.stream != COMPUTE)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_areas_of_the_baseline_ring(layout: str, causal: bool) -> None:
+    call = replace(CALL, layout=layout, mask=Mask(causal))
+    shards, row = getattr(Layout, layout)(48, 3), 2 * 4 * 8
+    for rank, step in product(range(3), repeat=2):
+        queries, keys = (shards.positions(shard)[:, None] for shard in (rank, (rank - step) % 3))
+        visible = queries >= keys.T if causal else torch.ones(16, 16, dtype=torch.bool)
+        if layout == "striped" and step > rank:
+            visible |= torch.eye(16, dtype=torch.bool)  # the predictor counts the diagonal of every step
+        area = baseline_ring._area(call, rank, step)
+        ops, costs = baseline_program(call, rank, "forward")
+        merges = [cost for op, cost in zip(ops, costs, strict=True) if (op.what, op.hop) == ("merge", step)]
+        if area is None:
+            assert not visible.any() and len(merges) == (step == 2)
+            continue
+        counted = (visible.sum(), visible.any(1).sum(), visible.any(0).sum(), visible.sum(1).max())
+        assert area[:4] == tuple(int(number) for number in counted), (rank, step)
+        assert area.edges == (16 if causal and (step == 0 or layout == "striped") else 0)
+        # a part of the rows is also copied back
+        nbytes = 6 if step == 0 else 46 if causal and layout != "contiguous" and step > rank else 38
+        assert merges[0] == pytest.approx(6 * 2e-6 + nbytes * area.rows * row)
+        ops, costs = baseline_program(call, rank, "backward")
+        merges = [cost for op, cost in zip(ops, costs, strict=True) if (op.what, op.hop) == ("merge", step)]
+        assert merges[:2] == [10 * area.rows * row, 10 * area.keys * 64]
+
+
+def test_the_baseline_ring_is_flat_with_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Any = []
+    simulate = baseline_ring._simulated
+    monkeypatch.setattr(baseline_ring, "_simulated", lambda call, *rest: calls.append(call) or simulate(call, *rest))
+    message_cost = ring_time.message_cost
+    nodes: Any = set()
+    monkeypatch.setattr(
+        baseline_ring, "message_cost", lambda call, links: nodes.add(call.nodes) or message_cost(call, links)
+    )
+    predict = partial(baseline_ring.baseline_passes, replace(CALL, nodes=3, slots=5), H100, LINKS)
+    slow, plain = (predict(given) for given in (Perturbation({1: 50.0}), Perturbation()))
+    assert {(call.two_level, call.slots) for call in calls} == {(False, 2)} and nodes == {3}
+    drawn = predict(Perturbation({}, 0.2))
+    assert [len(each.seconds) for each in drawn] == [DRAWS] * 2
+    assert [each.phase for each in plain] == [*PASSES] and slow[0].seconds > plain[0].seconds
+    (forward,) = predict(phases=FORWARD)
+    assert forward == plain[0]

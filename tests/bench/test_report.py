@@ -49,13 +49,6 @@ def test_the_command_writes_one_page_into_the_folder(tmp_path: Path) -> None:
     assert "skipped: other.json: it cannot be read: its schema is not 'ringattn result'" in ran.stderr
 
 
-def test_rank_0_alone_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write(tmp_path / "run", results=report_cases.suite())
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert invoke(folder).output == "" and not (folder / "report.html").exists()
-
-
 @pytest.mark.parametrize(("flags", "message"), [
     ("run/results.json", "results.json is not a folder"),
     ("empty", "empty has no file that a command wrote with --json"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,17 +197,50 @@ def rows(tokens: int = 1024, world: int = 2, **seconds: float) -> list[Row]:
     ]
 
 
-def test_parts_of_a_slower_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An extra run may wait longer than the timed runs take in all.
-    monkeypatch.setattr(measure, "split_step_time", lambda *_: (0.3, 0.2))
+@pytest.mark.parametrize(("kind", "ranks"), [(OURS, 4), (BASELINE, 4), (ONE_DEVICE, 1), (memory_table.ALL_CORES, 1)])
+def test_every_column_of_a_row(kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An extra run may wait or compute longer than the timed runs take in all.
+    parts: tuple[float | None, float | None] = (None, None)
+    monkeypatch.setattr(measure, "split_step_time", lambda candidate, shards: parts)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
-    candidate, checked = (
-        Candidate(BASELINE, None, partial(sdpa_attention, causal=True)),
-        measure.CandidateCheck((), 0, {}, ()),
-    )
-    for seconds, exposed in ((0.4, 300.0), (0.25, None)):
-        row = measure.candidate_row(AttentionConfig(64, 2), candidate, checked, Samples((seconds,)), None)
-        assert (row["exposed"], row["compute"]) == (exposed, 200.0)
+    problem = AttentionConfig(64, 4, 2, heads=4, kv_heads=2, head_dim=8, causal=False)
+    candidate: Any = SimpleNamespace(name=f"{kind} zigzag", kind=kind, sent_bytes=3_000_000)
+    checked = measure.CandidateCheck((), 5_000_000, {"out": 0.1, "dk": 0.4, "dv": 0.2}, ("dk", "dv"))
+    seconds, flops = Samples((0.1, 0.4, 0.8)), 2 * (64 * 64) * (8 + 8) * 4 * 2
+    for parts in ((0.3, 0.2), (0.5, 0.6), (None, None), (0.4, 0.4)):
+        known = [None if part is None or part > 0.4 else part * 1e3 for part in parts]
+        assert measure.candidate_row(problem, candidate, checked, seconds, 0.1) == pytest.approx({
+            "candidate": candidate.name, "world": 4, "tokens": 64, "time": 400.0, "spread": 100 * 0.35 / 2 / 0.4,
+            "of ideal": 25.0, "exposed": known[0], "throughput": 2 * 64 / 0.4,
+            "rate of a rank": flops * 3.5 / 0.4 / ranks / 1e12, "sent": 3.0, "peak": 5.0,
+            "counted peak": memory_table.candidate_bytes(kind, problem) / 1e6, "compute": known[1], "error": 0.4,
+            "over tolerance": "dk, dv",
+        })  # fmt: skip
+    candidate.sent_bytes, unknown = None, measure.CandidateCheck((), 0, {}, ())
+    row = measure.candidate_row(problem, candidate, unknown, seconds, None)
+    assert {name: row[name] for name in ("sent", "error", "of ideal", "over tolerance")} == {
+        "sent": None, "error": None, "of ideal": None, "over tolerance": "",
+    }  # fmt: skip
+
+
+def test_time_of_waiting_and_computing_by_kind_of_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Any = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: calls.append("meet"))
+    trace = SimpleNamespace(seconds={"wait": 0.1, "compute": 0.2}.__getitem__)
+    ring = SimpleNamespace(record=lambda: nullcontext(trace))
+    laps = iter([9.0, 0.5])
+    timer = SimpleNamespace(lap_seconds=lambda: calls.append("lap") or next(laps))
+
+    def split(**made: Any) -> tuple[float | None, float | None]:
+        calls.clear()
+        candidate: Any = SimpleNamespace(
+            run=calls.append, **{"ring": None, "wait_timer": None, "sent_bytes": None} | made
+        )
+        return measure.split_step_time(candidate, "shards")  # type: ignore[arg-type]
+
+    assert split(ring=ring) == (0.1, 0.2) and calls == ["meet", "shards", "meet", "meet"]
+    assert split(wait_timer=timer) == (0.5, None) and calls == ["lap", "meet", "shards", "lap", "meet"]
+    assert split(sent_bytes=0) == (0.0, None) and split() == split(sent_bytes=1) == (None, None) and calls == []
 
 
 def test_crossover_and_fastest_ring_notes() -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from ringattn import LocalWorld
 from ringattn.bench.common import launching, memory
-from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.attention import AttentionConfig, forward_backward
 from ringattn.bench.common.ranks import LAUNCHERS, launched_rank
 from ringattn.bench.common.result import read_result
 from ringattn.bench.predict.links import PRESETS, ClusterLinks
@@ -30,6 +31,7 @@ from ringattn.bench.timeline.record import ClockOffset, measure_clock_offset
 from ringattn.comm import LocalGroup
 from ringattn.comm.control import open_control
 from ringattn.ring import Mask
+from ringattn.ring.trace import TraceSpan
 
 from ..support.rank_processes import group_results
 
@@ -185,10 +187,49 @@ def test_device_under_a_launcher(flags: list[str], where: str, monkeypatch: pyte
     assert result.exit_code == 0 and ran == [where], result.output
 
 
-def test_rank_0_alone_writes_the_trace(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "run_timeline", lambda *_: TWO_RANKS)
-    for rank in ("1", "0"):
-        for name, value in (("RANK", rank), ("WORLD_SIZE", "2")):
-            monkeypatch.setenv(name, value)
-        ran = CliRunner().invoke(timeline_bench.app, ["--trace", str(tmp_path / "t.json")])
-        assert ran.exit_code == 0 and (ran.output != "") is (tmp_path / "t.json").exists() is (rank == "0"), ran.output
+def test_every_event_is_on_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets, errors = [ClockOffset(0.0, 0.0), ClockOffset(-100.0, 0.25)], (0.125, 0.5)
+    monkeypatch.setattr(record, "measure_clock_offset", lambda control: offsets[control.rank])
+
+    def of_a_rank(group: LocalGroup) -> Timeline | None:
+        at = 5.0 + 104.0 * group.rank()
+        spans = [
+            TraceSpan("forward", "compute", 1, at, at + 2, "a name"),
+            TraceSpan("backward", "send", 2, at + 1, at + 3, "", 7),
+        ]
+        slots = [TraceSpan("forward", "slot 0", 0, at + 4, at + 8)]
+        trace: Any = SimpleNamespace(
+            clock_error=errors[group.rank()], spans=spans[:1], transfers=spans[1:], slots=slots
+        )
+        ring: Any = SimpleNamespace(group=group, rank=group.rank(), size=2)
+        return record.gather_timeline(ring, trace, "a title", {"call": 3})
+
+    with LocalWorld(2) as world:
+        timeline, nothing = world.run(of_a_rank)
+    events = [
+        Event(rank, *given)  # rank 1 begins 4 s after rank 0
+        for rank, at in ((0, 0.0), (1, 4.0))
+        for given in (
+            ("compute", "forward", 1, at, at + 2, "a name", 0), ("send", "backward", 2, at + 1, at + 3, "", 7),
+            ("slot 0", "forward", 0, at + 4, at + 8, "", 0),
+        )
+    ]  # fmt: skip
+    assert nothing is None
+    assert timeline == Timeline("a title", "measured", 2, tuple(events), {"call": 3, "clock_error": 0.75})
+
+
+def test_the_run_of_median_length_is_kept_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = iter([3.0, 1.0, 2.0])
+    steps: Any = []
+    monkeypatch.setattr(record, "forward_backward", lambda *given: steps.append(given) or forward_backward(*given))
+    gathered: list[Any] = []
+
+    def gather(ring: Any, trace: Any, title: str, about: Any) -> Any:
+        gathered.append((title, about["call"]["seqlen"], about["provenance"] is not None))
+        return SimpleNamespace(seconds=next(lengths))
+
+    monkeypatch.setattr(record, "gather_timeline", gather)
+    alone = replace(PROBLEM, world=1)
+    kept = record.virtual_timeline(alone, CPU, 3)
+    assert kept is not None and kept.seconds == 2.0 and len(steps) == 1 + 3
+    assert gathered == [(f"{alone.title}, CPU", alone.seqlen, True)] * 3

@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from ringattn.comm import LocalGroup, LocalWorld, TransportError, processes
+from ringattn.comm import LocalGroup, LocalWorld, TransportError, WorldAborted, processes
 from ringattn.comm import control as control_module
 from ringattn.comm.control import Control, LocalConnection, StoreConnection, connect_store, open_control
 from ringattn.comm.processes import has_ended, own_process
@@ -117,17 +118,19 @@ def test_one_connection_per_group_and_no_values_of_an_earlier_group() -> None:
 
 @pytest.mark.parametrize(
     ("ends", "match"),
-    [(str, "rank 1, which has already returned"), (lambda group: 1 / 0, "another rank raised ZeroDivision")],
+    [(str, "rank 6, which has already returned"), (lambda group: 1 / 0, "another rank raised ZeroDivision")],
 )
 def test_virtual_ranks_do_not_wait_for_a_rank_that_is_gone(ends: Callable[[LocalGroup], object], match: str) -> None:
     messages: list[str] = []
 
     def fn(group: LocalGroup) -> None:
+        control = open_control(group)
+        control.names = range(5, 8)
         if group.rank() == 1:
             ends(group)
             return
         with pytest.raises(TransportError, match=match) as caught:
-            open_control(group).gather(0, what="shapes")
+            control.gather(0, what="shapes")
         messages.append(str(caught.value))
 
     with LocalWorld(3, device="cpu") as world, suppress(ZeroDivisionError):
@@ -141,6 +144,8 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
     for _ in range(3):  # values that all ranks have read are deleted while the scope is open
         on_all(rings, lambda ring: ring.gather(ring.rank, what="ranks"))
     wait_until(lambda: store.num_keys() == 1)  # only the last answer is left
+    other = Control(rings[0]._connection, 0, 2, "test/other/")
+    other.publish("news", 2)
     rings[0].publish("news", 1)
     rings[1].scope("inner").count("came", 1)
     rings[0].close()
@@ -148,7 +153,7 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
     rings[0].publish("late", 1)  # the watchdog may still publish
     rings[0].close()
     rings[1].close()
-    assert store.num_keys() == 0
+    assert store.num_keys() == 1 and other.read_key("news") == 2
     assert not any(prefix.startswith("test/ring") for ring in rings for prefix in ring._connection.scopes)
 
 
@@ -309,9 +314,14 @@ def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch
     child.wait()
     connection = of_a_group(HashStore())
     control = Control(connection, 0, 4, "", HANGS)
+    control.names = range(10, 14)
     control.exchange({"process/1": own, "process/2": ended})  # rank 3 has not published its process
     assert control.find_dead_peer([1, 3]) is None
-    assert str(control.find_dead_peer([1, 2, 3])) == "rank 2 is gone: its process has ended"
+    assert str(control.find_dead_peer([1, 2, 3])) == "rank 12 is gone: its process has ended"
+    monkeypatch.setattr(control_module, "connection_closed", lambda group, peer: peer == 1)
+    assert str(control.find_dead_peer([3, 1])) == "rank 11 is gone: its connection to rank 10 is closed"
+    connection._looks.is_due = lambda now: False  # type: ignore[method-assign]
+    assert control.find_dead_peer([1]) is None
 
 
 def test_every_store_thread_is_joined_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,3 +440,139 @@ def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch
         for connection in connections:
             connection.close()
     assert prefixes[1] == prefixes[2] != prefixes[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_ends_its_wait_for_each_reason(rank: int) -> None:
+    control = Control(MemoryConnection(HashStore()), rank, 2, "test/")
+    control.names = (4, 7)
+    with pytest.raises(TransportError, match=rf"^shapes: no answer from rank {control.names[1 - rank]} within 0\.1 s"):
+        control.gather(0, what="shapes", timeout=0.1)
+    control.stop = lambda: "the ring was aborted"
+    with pytest.raises(TransportError, match=r"^shapes: the ring was aborted$"):
+        control.gather(0, what="shapes", timeout=5.0)
+    with pytest.raises(TransportError, match=r"^shapes: the user stopped$"):
+        control.gather(0, what="shapes", timeout=5.0, stop=lambda: "the user stopped")
+
+
+@pytest.mark.parametrize("error", [WorldAborted("another rank raised"), ValueError("no shape")])
+def test_an_error_of_rank_0_reaches_the_other_ranks_except_an_abort_of_all(error: Exception) -> None:
+    def merge(values: list[object]) -> object:
+        raise error
+
+    store = HashStore()
+    controls = [Control(MemoryConnection(store), rank, 2, "test/") for rank in range(2)]
+    controls[0].names = (4, 7)
+    controls[1].publish("gather0/1", 0)
+    with pytest.raises(type(error), match=str(error)):
+        controls[0].gather_merged(0, merge, what="shapes")
+    expected = None if isinstance(error, WorldAborted) else ["shapes: rank 4: ValueError: no shape", None]
+    assert controls[1].read_key("gather0/all") == expected
+
+    def break_store(values: list[object]) -> object:
+        connection.problem = "the store is gone"
+        raise error
+
+    connection = MemoryConnection(HashStore())
+    broken = Control(connection, 0, 2, "test/")
+    broken.publish("gather0/1", 0)
+    with pytest.raises(type(error), match=str(error)):  # and not the error of the store
+        broken.gather_merged(0, break_store, what="shapes")
+
+
+@pytest.mark.parametrize(("patience", "limit"), [(0.5, 0.5), (1e6, control_module.ANSWER_SECONDS)])
+def test_no_request_takes_longer_than_the_patience_of_its_control(patience: float, limit: float) -> None:
+    connection, timeouts = MemoryConnection(HashStore()), cast("Any", [])
+    call_store = connection.call_store
+    connection.call_store = lambda do, timeout: timeouts.append(timeout) or call_store(do, timeout)  # type: ignore[method-assign]
+    connection.find_dead_peer = lambda missing, names, timeout: timeouts.append(timeout)  # type: ignore[method-assign]
+    control = Control(connection, 0, 2, "test/", patience)
+    requests: list[Callable[[], object]] = [
+        lambda: control.publish("0", 0), lambda: control.read_key("0"), lambda: control.count("calls", 2),
+        lambda: control.exchange({"1": 0}, timeout=1e9), lambda: control.find_dead_peer([1], 1e9),
+        lambda: control.collect({0: "0", 1: "1"}, what="values"), control.close,
+    ]  # fmt: skip
+    expected = [[limit]] * 3 + [[patience], [limit], [max(limit, 1.0), limit], [control_module.FINAL_STORE_SECONDS]]
+    for request, seconds in zip(requests, expected, strict=True):
+        timeouts.clear()
+        request()
+        assert timeouts == pytest.approx(seconds, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "closed", "seconds", "text"),
+    [(0, True, 0.0, ""), (None, True, 0.0, ""), (1, False, 0.05, ""), (1, True, 0.0, ", and rank 0 of the job")],
+)
+def test_a_dead_rank_0_is_named_as_the_server_of_the_store(
+    rank: int | None, closed: bool, seconds: float, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = None if rank is None else Mock(rank=Mock(return_value=rank))
+    stand_in = Mock(
+        wraps=dist, is_initialized=lambda: rank is not None, group=Mock(WORLD=world), DistError=dist.DistError
+    )
+    monkeypatch.setattr(control_module, "dist", stand_in)
+    monkeypatch.setattr(control_module, "connection_closed", lambda group, peer: closed and (group, peer) == (world, 0))
+    begun = time.monotonic()
+    assert control_module.describe_lost_server(seconds).startswith(text) and time.monotonic() - begun >= seconds
+    assert bool(control_module.describe_lost_server(seconds)) is bool(text)
+
+
+def test_errors_of_a_store_say_whether_its_server_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "describe_lost_server", lambda seconds: f", looked for {seconds:g} s")
+    connection, gate, asked = StoreConnection(HashStore()), threading.Event(), list[object]()
+    with pytest.raises(TransportError, match=r"has not answered for 0\.05 s, looked for 0 s$"):
+        connection.call_store(lambda store: gate.wait(HANGS), 0.05)
+    gate.set()
+
+    def fail(store: Store) -> None:
+        asked.append(store)
+        raise dist.DistError("connection reset\nand a stack")
+
+    for _ in range(2):  # a failed store is not asked again
+        with pytest.raises(TransportError, match=r"^the store of the group is gone, looked for 1 s: connection reset$"):
+            connection.call_store(fail, HANGS)
+    connection.close()
+    with pytest.raises(TransportError, match=r"^the group was destroyed$"):
+        connection.call_store(fail, HANGS)
+    assert len(asked) == 1 and not connection._stop.atexit
+
+
+def test_a_connection_has_its_own_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, given = list[Any](), cast("Any", [])
+    kind: Any = type(
+        "Server", (), {"host": "node", "port": 7, "set_timeout": lambda store, timeout: made.append(timeout)}
+    )
+    monkeypatch.setattr(control_module, "TCPStore", kind)
+    monkeypatch.setattr(kind, "__init__", lambda store, *where, **how: made.extend([where, how]), raising=False)
+    control_module._own_store(kind.__new__(kind), 4.0)
+    second = timedelta(seconds=1)
+    how = {"is_master": False, "wait_for_workers": False, "timeout": 2 * second}
+    assert made == [("node", 7), how, control_module.ANSWER_SECONDS * second]
+    connection = StoreConnection(HashStore())
+    monkeypatch.setattr(control_module, "connect_store", lambda group, seconds: given.append(seconds) or connection)
+    monkeypatch.setattr(control_module, "get_group_cache", lambda group: {})
+    for patience in (None, 4.0, 1e6):
+        open_control(Mock(rank=lambda: 0, size=lambda: 1), patience)
+    assert given == [control_module.ANSWER_SECONDS, 4.0, control_module.ANSWER_SECONDS]
+
+
+def test_polls_of_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poll seldom after a while, limit every request by the time left, and name rank 0 if only its answer lacks."""
+    now, pauses, timeouts = [0.0], list[float](), cast("Any", [])
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        pauses.append(seconds)
+
+    monkeypatch.setattr(control_module, "time", Mock(monotonic=lambda: now[0], sleep=sleep))
+    connection = MemoryConnection(HashStore())
+    control = Control(connection, 1, 2, "test/", 1e6)
+    control.publish("gather0/0", 0)
+    call_store = connection.call_store
+    connection.call_store = lambda do, timeout: timeouts.append(timeout) or call_store(do, timeout)  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match="no answer from rank 0 within 60 s"):
+        control.gather(0, what="shapes", timeout=60)
+    assert pauses[:3] == pytest.approx([2e-4, 3e-4, 4.5e-4]) and {*pauses[20:]} == {control_module.MAX_POLL_SECONDS}
+    assert 60 <= now[0] < 60.1
+    waits = timeouts[1:]  # after the publication
+    assert (max(waits), min(waits)) == (control_module.ANSWER_SECONDS, control_module.FINAL_STORE_SECONDS)

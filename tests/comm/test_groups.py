@@ -259,8 +259,12 @@ def test_transports_of_one_group_take_successive_tags(gloo: dist.ProcessGroup, m
 def test_virtual_ranks_wait_as_long_as_their_control_but_no_longer_than_their_world(
     patience: float | None, waits: float
 ) -> None:
-    transport = open_transport(device="cpu", control=open_control(single_rank(), patience))
-    assert isinstance(transport, LocalTransport) and transport._patience == waits
+    control = open_control(single_rank(), patience)
+    control.names = (5,)
+    transport = open_transport(device="cpu", control=control)
+    assert isinstance(transport, LocalTransport)
+    assert (transport._patience, transport._timeout) == (waits, min(waits, WARM_UP_SECONDS))
+    assert transport.names == (5,)
 
 
 def test_the_first_wait_of_a_ring_allows_for_compilation(gloo: dist.ProcessGroup) -> None:

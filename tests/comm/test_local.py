@@ -75,6 +75,14 @@ def test_a_rank_is_refused_outside_its_own_thread() -> None:
             posts(groups[0])
         with pytest.raises(RuntimeError, match=r"rank 0 of LocalWorld\(2\) was used from thread 'ringattn-rank1"):
             world.run(lambda group: posts(groups[0]) if group.rank() == 1 else None)
+
+    def forked(group: LocalGroup) -> None:
+        group._process = -1  # of the parent
+        with pytest.raises(RuntimeError, match="was used from thread"):
+            posts(group)
+
+    with world_of(2) as world:
+        world.run(forked)
     with world_of(1) as world:  # with one rank no other rank can block
         posts(world.run(lambda group: group)[0])
 
@@ -174,6 +182,13 @@ def test_wrong_uses_of_a_local_world_are_refused() -> None:
     world.close()
     world.close()
     refused(lambda: world.run(exchange), "this LocalWorld is closed")
+    forked = world_of(2)
+    forked._process = -1
+    refused(lambda: forked.run(exchange), "forked from")
+    forked.close()
+    assert forked._end.alive  # the threads belong to the parent
+    forked._end()
+    assert not world_of(2)._end.atexit  # at exit, closing could wait for ranks that have ended
     with world_of(2) as left:
         pass
     refused(lambda: left.run(exchange), "this LocalWorld is closed")
@@ -187,7 +202,16 @@ def test_a_mesh_created_after_a_failure_has_failed_too() -> None:
     hub.abort(KeyError("a fault"), "by rank 1")
     after = hub.sub_hub("ring", (1, 3))
     assert before.failure is hub.failure is after.failure and hub.sub_hub("ring", (1, 3)) is after
-    assert after.find_returned([0, 1]) == [1]
+    assert after.find_returned([0, 1]) == [1] and (after.names, after.timeout) == ((1, 3), 60.0)
+    hub.end_rank(2)
+    assert before.find_returned([0, 1]) == [1]
+    hub.begin_run()
+    assert before.find_returned([0, 1]) == after.find_returned([0, 1]) == hub.find_returned(range(4)) == []
+    for item in range(2):
+        hub.put("box", item)
+    with pytest.raises(WorldAborted):
+        hub.sub_hub("late", (0, 1)).take("box", 0, "rank 0 waits", 0, 60.0)
+    assert [hub.take("box", 1, "rank 0 waits", 0, 60.0) for _ in range(2)] == [0, 1] and not hub._boxes
     with pytest.raises(WorldAborted, match="another rank raised KeyError"):
         after.take("box", 0, "rank 1 waits", 0, 60.0)
 
@@ -204,3 +228,27 @@ def test_wake_ups_by_other_ranks_do_not_extend_a_wait(monkeypatch: pytest.Monkey
     with pytest.raises(TransportError, match="nothing happened for 2 s"):
         hub.take("box", 1, "rank 0 waits", 0, 2.0)
     assert waits == [2, 1, 0]
+
+
+@pytest.mark.parametrize("end", ["taken", "aborted", "failed"])
+def test_a_send_is_done_when_it_is_taken_or_can_no_longer_be(end: str) -> None:
+    over = False
+    hub, copied = Hub(2, 60.0), SimpleNamespace(done=lambda: over, wait=bool)
+    group = LocalGroup(hub, 0)
+    group._thread = threading.get_ident()
+    transport = LocalTransport(group, CPU)
+    fence = transport.post(sends=[Message(1, torch.ones(3))], receives=[])
+    assert not fence.done()
+    if end == "taken":
+        parcel = hub.take(("bytes", transport._channel, 0, 1), 0, "rank 1 waits", transport._channel, 60.0)
+        hub.confirm_copy(parcel, copied)
+        assert not fence.done()  # the copy itself is not over
+        over = True
+        for arrived in (False, True):  # so far this rank's own receives
+            fence._arrived = SimpleNamespace(done=lambda arrived=arrived: arrived)  # type: ignore[attr-defined]
+            assert fence.done() is arrived
+    elif end == "aborted":
+        transport.abort("it took too long")
+    else:
+        hub.abort(KeyError(), "by rank 1")
+    assert fence.done()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -28,6 +30,7 @@ from ringattn.comm import (
     open_transport,
     open_transports,
     register_transport,
+    testing,
     transport_names,
     unregister_transport,
 )
@@ -224,56 +227,267 @@ def test_names_that_cannot_be_registered(name: str) -> None:
             Ring(transport=transport)  # type: ignore[arg-type]
 
 
-class Broken:
-    """A local transport with one mistake."""
+# Faults of a transport. Each is called in place of a method, with that method and the number of the call.
 
-    def __init__(self, group: LocalGroup, device: torch.device, mistake: str, **_: object) -> None:
-        self.inner, self.mistake, self.posts = LocalTransport(group, device), mistake, 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+def spoil(fits: Callable[..., bool]) -> Callable[..., Any]:
+    """Return a fault that changes the last value of the received tensors for which ``fits(number, index, tensor)``."""
 
-    def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
-        self.posts += 1
-        given = [*receives]
-        if self.mistake == "order":
-            given = given[::-1]
-        if self.mistake == "early":
-            sends = [Message(message.peer, message.tensor.clone()) for message in sends]
-        try:
-            fence = self.inner.post(sends=sends, receives=given, after=() if self.mistake == "after" else after)
-        except ValueError as error:
-            raise RuntimeError if self.mistake == "refusal" else error from error
-        large = given and given[-1].tensor.nbytes >= LARGE_BYTES
-        if given and (self.mistake == "bits" or (self.mistake == "large" and large) or self.mistake == f"{self.posts}"):
-            fence.wait()
-            given[-1].tensor.flatten()[-1:].add_(1)
-        return DONE if self.mistake == "fence" else fence
+    def fault(post: Any, number: int, *, receives: Sequence[Message], **given: Any) -> Any:
+        fence = post(receives=receives, **given)
+        fence.wait()
+        for index, (_, tensor) in enumerate(receives):
+            if fits(number, index, tensor):
+                tensor.flatten()[-1:].add_(1)
+        return fence
 
-    def gather(self, value: object) -> list[object]:
-        gathered = self.inner.gather(value)
-        return gathered[::-1] if self.mistake == "gather" else gathered
+    return fault
 
-    def abort(self, reason: str) -> None:
-        self.inner.abort("something happened" if self.mistake == "abort" else reason)
+
+def edit(message_kind: str, change: Callable[[list[Message]], Any]) -> Callable[..., Any]:
+    """Return a fault that posts other messages, or other fences."""
+    return lambda post, number, **given: post(**given | {message_kind: change([*given.get(message_kind, ())])})
+
+
+def swap_peers(sends: list[Message]) -> list[Message]:
+    return [Message(a.peer, b.tensor) for a, b in zip(sends, sends[::-1], strict=True)]
+
+
+def zero(receives: list[Message]) -> list[Message]:
+    return [Message(peer, tensor.zero_()) for peer, tensor in receives]
+
+
+def call_for_each(function: Callable[[torch.Tensor], object]) -> Callable[[list[Message]], list[Message]]:
+    return lambda messages: [message for message in messages if function(message.tensor) or True]
+
+
+def track(post: Any, number: int, *, receives: Sequence[Message], **given: Any) -> Any:
+    fence = post(receives=receives, **given)
+    for message in receives:
+        message.tensor.requires_grad_()
+    return fence
+
+
+def accept(wrong: int) -> Callable[..., Any]:
+    """Return a fault in which call number ``wrong`` does nothing."""
+    return lambda method, number, *given, **named: DONE if number == wrong else method(*given, **named)
+
+
+def fail(wrong: int = 1) -> Callable[..., Any]:
+    """Return a fault in which call number ``wrong`` raises."""
+
+    def fault(method: Any, number: int, *given: Any, **named: Any) -> Any:
+        if number == wrong:
+            raise RuntimeError("out of order")
+        return method(*given, **named)
+
+    return fault
+
+
+class OtherFence:
+    """A fence that waits at most ``waits`` times, then raises or does nothing. ``over`` are the results of `done`."""
+
+    def __init__(self, wait: Callable[[], None], waits: int, over: Sequence[bool], raises: bool = True) -> None:
+        self.inner, self.waits, self.over, self.raises = wait, waits, [*over], raises
+
+    def wait(self) -> None:
+        self.waits -= 1
+        if self.waits >= 0:
+            self.inner()
+        elif self.raises:
+            raise RuntimeError("out of order")
+
+    def done(self) -> bool:
+        return self.over.pop(0) if len(self.over) > 1 else self.over[0]
+
+
+def fences(waits: int, *over: bool) -> Callable[..., Any]:
+    return lambda method, number, **given: OtherFence(method(**given).wait, waits, over)
+
+
+def block_in_wait(waits: int, over: bool) -> Callable[..., Any]:
+    def fault(post: Any, number: int, **given: Any) -> Any:
+        return (
+            OtherFence(lambda: post(**given).wait(), waits, (over,), raises=False)
+            if given["receives"]
+            else post(**given)
+        )
+
+    return fault
+
+
+def is_kind(dtype: torch.dtype, dim: int) -> Callable[..., bool]:
+    return lambda number, index, x: (x.dtype, x.dim()) == (dtype, dim) and x.nbytes < LARGE_BYTES
+
+
+def refuse(fits: Callable[[list[Any]], bool]) -> Callable[..., Any]:
+    return lambda method, number, edges: fail(1 if fits(edges) else 0)(method, 1, edges)
+
+
+BFLOAT, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
+FAULTS: list[tuple[str, str, Callable[..., Any], str]] = [
+    (
+        "messages_between_two_ranks_arrive_in_order",
+        "post",
+        edit("receives", lambda messages: messages[::-1]),
+        "what arrived is",
+    ),
+    (
+        "messages_between_two_ranks_arrive_in_order",
+        "post",
+        spoil(lambda number, index, tensor: (number, index) == (4, 2)),
+        "number of values",
+    ),
+    *(
+        ("sizes_and_dtypes", "post", spoil(is_kind(dtype, dim)), f"({dtype}")
+        for dtype in (BFLOAT, HALF, SINGLE)
+        for dim in range(4)
+    ),
+    (
+        "all_sizes_and_dtypes_arrive_unchanged",
+        "post",
+        spoil(lambda number, index, x: x.nbytes >= LARGE_BYTES),
+        "(torch.float32, ",
+    ),
+    (
+        "slots_can_be_reused_around_the_ring",
+        "post",
+        spoil(lambda number, index, x: number == 40 and x.dtype == HALF),
+        "hop 39",
+    ),
+    (
+        "slots_can_be_reused_around_the_ring",
+        "post",
+        spoil(lambda number, index, x: number == 1 and x.dtype == SINGLE),
+        "hop 0",
+    ),
+    ("one_post_exchanges_with_both_neighbours", "post", edit("sends", swap_peers), "what arrived is"),
+    *(
+        ("a_rank_can_send_to_itself", "post", spoil(lambda *place, fault=fault: place[:2] == fault), "what arrived is")
+        for fault in [(1, 0), (1, 1), (2, 0), (2, 1)]
+    ),
+    ("sends_wait_for_the_fences_in_after", "post", edit("after", lambda fences: ()), "what arrived is"),
+    (
+        "sends_wait_for_the_fences_in_after",
+        "post",
+        edit("sends", lambda m: [Message(x.peer, x.tensor.clone()) for x in m]),
+        "what arrived",
+    ),
+    ("receives_wait_for_the_fences_in_after", "post", edit("after", lambda fences: ()), "what a reader saw"),
+    ("receives_wait_for_the_fences_in_after", "post", edit("receives", zero), "what a reader saw"),
+    ("receives_wait_for_the_fences_in_after", "post", spoil(lambda *_: True), "what arrived is"),
+    (
+        "a_post_can_send_what_an_earlier_post_receives",
+        "post",
+        spoil(lambda number, index, x: number == 2),
+        "what arrived is",
+    ),
+    (
+        "many_posts_can_be_queued_before_any_wait",
+        "post",
+        spoil(lambda number, index, x: number == 6),
+        "what arrived is",
+    ),
+    ("done_becomes_true_without_a_wait", "mark", fences(9, False), "never became true"),
+    ("done_becomes_true_without_a_wait", "post", fences(9, False), "never became true"),
+    ("done_becomes_true_without_a_wait", "post", fences(9, True, False), "done() of a fence that is over is False"),
+    ("done_becomes_true_without_a_wait", "post", spoil(lambda *_: True), "what arrived is"),
+    (
+        "a_sent_buffer_can_be_overwritten_after_the_wait",
+        "post",
+        lambda post, number, **given: post(**given) and DONE,
+        "what arrived is",
+    ),
+    ("a_fence_can_be_waited_for_repeatedly", "mark", fences(2, True), "out of order"),
+    ("a_fence_can_be_waited_for_repeatedly", "post", fences(2, True), "out of order"),
+    ("a_fence_can_be_waited_for_repeatedly", "post", fences(3, True), "out of order"),
+    (
+        "a_fence_can_be_waited_for_repeatedly",
+        "post",
+        edit("sends", lambda m: [Message(x.peer, x.tensor + 1) for x in m]),
+        "what arrived is",
+    ),
+    ("transfers_do_not_affect_autograd", "post", track, "requires_grad of what arrived is True"),
+    (
+        "sending_leaves",
+        "post",
+        edit("sends", call_for_each(lambda x: x.register_hook(lambda grad: 2 * grad))),  # type: ignore[no-untyped-call]
+        "the gradient is",
+    ),
+    ("transfers_do_not_affect_autograd", "post", spoil(lambda *_: True), "what arrived is"),
+    (
+        "gather_returns_values_in_rank_order",
+        "gather",
+        lambda gather, number, value: gather(value)[:: 1 - 2 * (number == 3)],
+        "what arrived is",
+    ),
+    (
+        "gather_returns_values_in_rank_order",
+        "gather",
+        lambda gather, number, value: gather(value)[number == 4 :],
+        "what arrived is",
+    ),
+    *(("wrong_messages", "post", accept(number), "no error was raised") for number in range(1, 8)),
+    ("invalid_messages_raise_before_anything_is_sent", "post", fail(1), "out of order"),
+    ("invalid_messages_raise_before_anything_is_sent", "gather", fail(1), "out of order"),
+    ("warm_up_works_for_every_pair_of_ranks", "warm_up", refuse(lambda edges: (1, 1) in edges), "out of order"),
+    ("warm_up_works_for_every_pair_of_ranks", "warm_up", refuse(lambda edges: (0, 2) in edges), "out of order"),
+    ("warm_up_works_for_every_pair_of_ranks", "warm_up", fail(2), "out of order"),
+    ("warm_up_works_for_every_pair_of_ranks", "warm_up", accept(3), "no error was raised"),
+    ("warm_up_works_for_every_pair_of_ranks", "warm_up", accept(4), "no error was raised"),
+    (
+        "posts_after_an_abort_raise_its_reason",
+        "abort",
+        lambda abort, number, reason: abort("no reason"),
+        "must contain 'somebody said so'",
+    ),
+    ("posts_after_an_abort_raise_its_reason", "abort", fail(2), "out of order"),
+    ("posts_after_an_abort_raise_its_reason", "post", accept(1), "no error was raised"),
+    ("posts_after_an_abort_raise_its_reason", "post", accept(2), "no error was raised"),
+    ("posts_after_an_abort_raise_its_reason", "close", fail(1), "out of order"),
+    (
+        "abort_ends_a_blocked_receive",
+        "abort",
+        lambda abort, number, reason: abort("no reason"),
+        "must contain 'it took too long'",
+    ),
+    ("abort_ends_a_blocked_receive", "post", block_in_wait(9, over=False), "done() of a fence that is over is False"),
+    ("abort_ends_a_blocked_receive", "post", block_in_wait(1, over=True), "no error was raised"),
+    ("abort_ends_a_blocked_receive", "post", accept(2), "no error was raised"),
+    ("abort_ends_a_post", "abort", lambda abort, number, reason: None, "no error was raised"),
+    ("abort_ends_a_post", "post", edit("receives", zero), "what arrived is"),
+    ("abort_ends_a_post", "abort", lambda abort, number, reason: abort("no reason"), "must contain 'it took too long'"),
+    ("close_can_be_called_twice", "close", fail(2), "out of order"),
+    ("close_can_be_called_twice", "close", lambda *_: None, "no error was raised"),
+    ("close_can_be_called_twice", "post", accept(1), "no error was raised"),
+]
 
 
 @pytest.mark.parametrize(
-    ("mistake", "case"),
-    [
-        ("order", "messages_between_two_ranks_arrive_in_order"),
-        ("after", "sends_wait_for_the_fences_in_after"),
-        ("early", "sends_wait_for_the_fences_in_after"),
-        ("bits", "messages_between_two_ranks_arrive_in_order"),
-        ("large", "all_sizes_and_dtypes_arrive_unchanged"),
-        ("40", "slots_can_be_reused_around_the_ring"),
-        ("refusal", "invalid_messages_raise_before_anything_is_sent"),
-        ("fence", "a_sent_buffer_can_be_overwritten"),
-        ("gather", "gather_returns_values_in_rank_order"),
-        ("abort", "posts_after_an_abort_raise_its_reason"),
-    ],
+    ("case", "method", "fault", "words"), FAULTS, ids=[f"{case}-{row}" for row, (case, *_) in enumerate(FAULTS)]
 )
-def test_the_conformance_suite_finds_a_mistake(mistake: str, case: str) -> None:
-    broken: Any = partial(Broken, mistake=mistake)
-    with LocalWorld(2, device="cpu", timeout=60) as world, pytest.raises(AssertionError, match=case):
-        world.run(partial(check_transport, broken))
+def test_each_conformance_case_finds_its_faults(
+    case: str, method: str, fault: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,) = [name for name in testing.CASES | testing.HOST_CASES if name.startswith(case)]
+    for cases in (testing.CASES, testing.HOST_CASES):
+        for other in {*cases} - {name}:
+            monkeypatch.delitem(cases, other)
+    monkeypatch.setattr(testing, "HANG_SECONDS", 0.2)
+    opened: list[Any] = []
+
+    def open_broken(*given: Any, **opening: Any) -> Any:
+        transport: Any = open_transport(*given, **opening)
+        original, numbers = getattr(transport, method), itertools.count(1)
+        setattr(transport, method, lambda *given, **named: fault(original, next(numbers), *given, **named))
+        opened.append(transport)
+        return transport
+
+    monkeypatch.setattr(testing, "open_transport", open_broken)
+    with (
+        LocalWorld(3, device="cpu", timeout=60) as world,
+        pytest.raises(AssertionError, match=re.escape(words)) as error,
+    ):
+        world.run(partial(check_transport, "local"))
+    assert re.match(rf"rank \d, {name}: ", str(error.value))
+    assert not any(transport._open for transport in opened) or method == "close"

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -610,3 +610,76 @@ def test_an_answering_store_resets_the_pause_between_retries(
             clock.now += module.MAX_SILENT_SECONDS
     assert pauses == [2.0, 4.0, 8.0, 2.0]
     assert [record.message for record in caplog.records] == ["rank 0: silent"]
+
+
+def test_a_call_is_passed_on_to_the_preflight_with_every_argument() -> None:
+    watch = WatchedRanks(2).watches[0]
+    preflight = watch._preflight = Mock(call_count=4, agree_on_call=Mock(return_value=None))
+    assert watch.agree_on_call({"a": 1}, {"b": 2}, forward_number=3, is_forced=True) == 5
+    given = call({"a": 1}, {"b": 2}, forward_number=3, is_forced=True, stop=watch.failure_reason)
+    assert preflight.agree_on_call.mock_calls == [given]
+    assert [report.row.step for report in watch._telemetry.table.reports(0.0)] == ["agreed on a call"] * 2
+    assert not watch._is_in_preflight and watch._agreed_call == 5
+    preflight.agree_on_call.return_value = Mock(text="they differ", is_in_flight=False)
+    with pytest.raises(ValueError, match="they differ"):
+        watch.agree_on_call({})
+    assert watch._agreed_call is None and watch.failure_reason() is None
+
+
+def test_only_a_transport_error_looks_for_another_rank_s_failure_first() -> None:
+    for error, looks in ((KeyError("a head"), 0), (TransportError("closed"), 1)):
+        watch = WatchedRanks(2).watches[0]
+        watch._find_explanation = Mock(return_value=None)  # type: ignore[method-assign]
+        watch.report_failure(error)
+        assert watch._find_explanation.call_count == looks
+
+
+def test_a_transport_s_own_error_names_the_oldest_transfer() -> None:
+    ranks, _ = ranks_in_first_hop(2)
+    ranks.transports[0].check = lambda: "a network error"  # type: ignore[assignment, method-assign]
+    ranks.watches[0].tick()
+    text = str(ranks.watches[0].failure_reason())
+    assert text.startswith("rank 0: forward hop 1: K/V (") and ") failed: a network error. " in text
+
+
+@pytest.mark.parametrize("active", ["phase", "preflight", "transfer", ""])
+def test_a_ring_is_active_in_a_loop_a_preflight_or_a_transfer(active: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, watch = ManualClock(monkeypatch), WatchedRanks(2).watches[0]
+    if active == "transfer":
+        watch.add_post("K/V", ManualTransfer(), [DONE], [(1, 64)], [])
+    watch._phase, watch._is_in_preflight = "forward" if active == "phase" else None, active == "preflight"
+    clock.now += 2.0
+    watch.tick()
+    assert watch._active_at == (clock.now if active else -NEVER)
+
+
+def test_idle_ranks_of_large_worlds_ask_seldom_and_silent_stores_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, ranks = ManualClock(monkeypatch), WatchedRanks(64)
+    watch, connection = ranks.watches[0], ranks.connection(0)
+    watch._answered_at = clock.now
+    for seconds, asked in ((1.9, 0), (0.2, 1)):  # twice as seldom as 32 ranks
+        clock.now += seconds
+        watch.tick()
+        assert connection.asked == asked
+    connection.problem, pauses = "no answer", []
+    for _ in range(5):
+        assert watch._exchange() is watch._exchange() is None  # the second does not ask
+        pauses.append(watch._retry_store_at - clock.now)
+        clock.now = watch._retry_store_at
+    assert pauses == [2, 4, 8, 16, 16] and connection.asked == 1 + 5
+    connection.problem = None
+    assert watch._exchange() == {}
+    connection.problem = "no answer"
+    watch._exchange()
+    assert watch._retry_store_at - clock.now == 2
+
+
+@pytest.mark.parametrize(("finder", "told"), [(0, True), (1, False)])
+def test_a_difference_of_calls_is_told_by_the_rank_that_found_it(finder: int, told: bool) -> None:
+    ranks = WatchedRanks(2)
+    ranks.watches[0]._report_problem(None, "given up", module.RingFailure(finder, "ValueError", "they differ"))
+    published = ranks.controls[1].read_key("failure")
+    assert published == ([finder, "ValueError", "they differ"] if told else None)
+    assert ranks.watches[0].failure_reason() == "they differ"

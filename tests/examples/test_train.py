@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ringattn import Ring
 from ringattn.bench.common.memory import PeakMemory, return_freed_memory
 from ringattn.bench.demo.compare import TrainingRecorder, TrainingRun, prepare_whole, pytorch_attention
+from ringattn.examples import train
 from ringattn.examples.model import Decoder
 from ringattn.examples.train import (
     Job,
@@ -180,3 +186,112 @@ def test_under_torchrun(tmp_path: Path) -> None:
     again = run("--steps", "3", ranks=1)
     assert "step 3 of 3" in again and "step 2 of" not in again
     assert "lr 0.003, here 1.0" in run("--steps", "4", "--lr", "1", code=1)
+
+
+def test_progress_lines_of_rank_0_and_settings_of_the_optimizer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[dict[str, Any], int]] = []
+
+    def adam(parameters: Any, **options: Any) -> Any:
+        made.append((options, opened[-1]))
+        return optimizer(parameters, **options)
+
+    optimizer = torch.optim.Adam
+    opened: Any = []
+    monkeypatch.setattr(torch.optim, "Adam", adam)
+    monkeypatch.setattr(train, "Ring", lambda group, *, slots: opened.append(slots) or Ring(group, slots=slots))
+    job = replace(TINY, seqlen=4, layers=1, heads=1, kv_heads=1, head_dim=2, steps=41, lr=0.25)
+    run = train_virtual_ranks(job, read_text(), 2)
+    pattern = re.compile(r"sharded, step (\d+) of 41: loss (\S+), [\d,]+ tokens/s")
+    lines = [pattern.fullmatch(line) for line in capsys.readouterr().err.splitlines()]
+    steps = [*range(2, 41, 2), 41]
+    assert [line and line.groups() for line in lines] == [(str(n), f"{run.losses[n - 1]:.4f}") for n in steps]
+    assert made == [({"lr": 0.25, "betas": (0.9, 0.95)}, 2)] * 2
+    with pytest.raises(JobError, match="--data is 2: it must be 1 for virtual ranks"):
+        train_virtual_ranks(replace(TINY, data=2), read_text(), 2)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize(("rank", "seconds", "printed"), [
+    (0, [1.0, 4.0, 2.0], "loss 0.5000, 1,000 tokens/s\n"), (1, [1.0], ""), (0, [], "")
+])  # fmt: skip
+def test_the_command_prints_the_last_loss_on_rank_0(
+    launched: bool, rank: int, seconds: list[float], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    ran: Any = []
+    run = Run({0: 0.1, 1: 0.5, 2: 0.7}, seconds)
+    monkeypatch.setattr(train, "train_process", lambda *given: ran.append(given) or run)
+    monkeypatch.setattr(train, "train_virtual_ranks", lambda *given: ran.append(given) or run)
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: launched)
+    monkeypatch.setattr("sys.argv", ["train.py", "--steps=2", "--seqlen=1000", "--batch=2", "--world=3"])
+    monkeypatch.setenv("RANK", str(rank))
+    train.main()
+    job = Job(steps=2, seqlen=1000, batch=2)
+    assert ran == [(job, read_text()) if launched else (job, read_text(), 3)] and capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_rows_and_tokens_of_every_rank_of_a_mesh(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split six rows over two rings of three ranks."""
+    row, place = divmod(rank, 3)
+    mesh = SimpleNamespace(get_local_rank={"data": row, "context": place}.__getitem__)
+    made: Any = []
+
+    class Mesh(SimpleNamespace):
+        def __getitem__(self, name: str) -> str:
+            return f"group {name}"
+
+    def device_mesh(*given: Any, **names: Any) -> Any:
+        made.append((given, names))
+        return Mesh(get_local_rank=mesh.get_local_rank)
+
+    def training(job: Job, text: bytes, device: torch.device, part: Any) -> Any:
+        made.append(part)
+        return SimpleNamespace(fit=lambda watch: (watch, text, device))
+
+    monkeypatch.setattr(train, "init_device_mesh", device_mesh)
+    monkeypatch.setattr(train, "Training", training)
+    monkeypatch.setattr(train, "Ring", lambda group, slots: made.append((group, slots)) or FakeRing())
+    monkeypatch.setattr(dist, "get_world_size", lambda: 6)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    job = replace(TINY, seqlen=24, batch=6, data=2, layout="striped")
+    assert train_on_mesh(job, b"text", CPU, "watch") == ("watch", b"text", CPU)  # type: ignore[comparison-overlap, arg-type]
+    (shape, names), ring, part = made
+    assert (shape, names) == (("cpu", (2, 3)), {"mesh_dim_names": ("data", "context")})
+    assert ring == ("group context", 2)
+    assert (part.rank, part.rows, part.fully_sharded) == (rank, slice(3 * row, 3 * row + 3), True)
+    assert part.positions.tolist() == [*range(place, 24, 3)]
+    with pytest.raises(JobError, match="--data is 4: it must divide the number of ranks, 6"):
+        train_on_mesh(replace(TINY, data=4, batch=4), b"", CPU)
+
+
+class FakeRing:
+    size = 3
+
+    def __enter__(self) -> None:
+        """Open nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Close nothing."""
+
+
+@pytest.mark.parametrize(("gpu", "device"), [(False, CPU), (True, torch.device("cuda", 3))])
+def test_a_process_trains_on_its_device_and_closes_its_group(
+    gpu: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def fails(job: Job, text: bytes, device: torch.device) -> Run:
+        calls.append((job, text, device))
+        raise JobError("no")
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda: calls.append("open"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("close"))
+    monkeypatch.setattr(train, "train_on_mesh", fails)
+    with pytest.raises(JobError):
+        train.train_process(TINY, b"text")
+    assert calls == [*[device] * gpu, "open", (TINY, b"text", device), "close"]

@@ -345,3 +345,51 @@ def test_wrong_boundaries_are_refused(boundaries: Boundaries, tokens: int, messa
     options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "boundaries": boundaries}
     with LocalWorld(2) as world, pytest.raises((ValueError, NotImplementedError), match=message):
         world.run(lambda group: attend_format(q, k, v, group=group, **options))
+
+
+def test_layouts_and_packings_of_one_and_of_several_ranks() -> None:
+    assert formats._even_layout(7, 1, False).lengths == formats._even_layout(7, 1, True).lengths == (7,)
+    assert formats._even_layout(6, 2, True) == Layout.contiguous(6, 2)
+    assert formats._even_layout(8, 2, False) == Layout.zigzag(8, 2)
+    for seqlen, contiguous, multiple in ((6, False, 4), (7, True, 2)):
+        with pytest.raises(ValueError, match=f"has {seqlen} tokens over 2 ranks: it must be a multiple of {multiple}"):
+            formats._even_layout(seqlen, 2, contiguous)
+    alone = formats._packing((0, 3, 5), (0, 3, 7), 1, False)
+    assert (alone.layout.lengths, alone.cu_seqlens, alone.has_padding) == ((7,), (0, 3, 3, 5, 7), True)
+    packed = formats._packing((0, 8), (0, 8), 2, False)
+    assert packed == (Layout.zigzag(8, 2, (0, 8)), (0, 8, 8), False)
+    for real, padded, message in (
+        ((0, 8, 4), (0, 8, 4), "document 1 has -4 tokens, -4 with"),
+        ((0, 5), (0, 4), "document 0 has 5 tokens, 4 with"),
+        ((0, 6), (0, 6), "not a multiple of 4"), ((0, 4), (0, 4, 8), "has 3 boundaries, cu_seqlens_q 2"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            formats._packing(real, padded, 2, False)
+    row, padding = {"cu_seqlens_q": (0, 3, 8)}, formats.MASK_TYPES["padding"]
+    assert formats._row_lengths(row | {"cu_seqlens_kv": (0, 3, 8)}, padding, "padding", 2) == (3, 5)
+    assert formats._row_lengths({}, formats.MASK_TYPES["causal"], "causal", 2) is None
+    refused: list[tuple[formats.HostBoundaries, str, type[Exception], str]] = [
+        (row, "causal", ValueError, "cu_seqlens_q is given with attn_mask_type 'causal'"),
+        ({}, "padding", NotImplementedError, "'padding' without cu_seqlens_q"),
+        (row | {"cu_seqlens_q_padded": (0, 4, 8)}, "padding", ValueError, "only qkv_format 'thd' takes padded"),
+        (row | {"cu_seqlens_kv_padded": (0, 4, 8)}, "padding", ValueError, "only qkv_format 'thd' takes padded"),
+        (row | {"cu_seqlens_kv": (0, 4, 8)}, "padding", NotImplementedError, "cu_seqlens_kv differs"),
+        ({"cu_seqlens_q": (0, 3)}, "padding", ValueError, "has 1 lengths: it must have 2"),
+    ]
+    for host, name, error, message in refused:
+        with pytest.raises(error, match=message):
+            formats._row_lengths(host, formats.MASK_TYPES[name], name, 2)
+
+
+@pytest.mark.parametrize(("window", "causal", "full"), [
+    (None, True, True), (None, False, True), ((3, 0), True, False), ((-1, 0), True, False), ((3, -1), True, False),
+    ((3, 1), True, None), ((3, 1), False, False), ((0, 0), False, False), ((-1, -1), False, False),
+    ((3, -1), False, None), ((-1, 3), False, None), ((3, 1.0), False, None), (3, False, None), ([2, 2], False, False),
+])  # fmt: skip
+def test_windows_with_and_without_a_causal_mask(window: Any, causal: bool, full: bool | None) -> None:
+    """Refuse a window if ``full`` is None."""
+    if full is None:
+        with pytest.raises(ValueError, match="window_size is "):
+            formats._resolve_window(window, "a mask", causal)
+    else:
+        assert formats._resolve_window(window, "a mask", causal) == ((-1, -1) if full else tuple(window))

@@ -10,10 +10,12 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
+from triton._C.libtriton import ir
 
 from ringattn.autotune import gate as compiled_gate
 from ringattn.kernels import (
@@ -31,6 +33,7 @@ from ringattn.kernels import (
 )
 from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.gpu import assumed_gpu, shared_limit
+from ringattn.kernels.hopper import backward as backward_kernels
 from ringattn.kernels.hopper import step_order
 
 from ..support import gluon_stand_in, kernel_cases
@@ -483,3 +486,14 @@ def test_gate_problems_of_listings(reads: Callable[[str], list[str]], code: str,
     """Listings with a missing overlap, a wrong handover or a missing fence are found."""
     read = reads(code)
     assert len(read) == len(problems) and all(map(str.startswith, read, problems))
+
+
+def test_the_tma_add_of_older_tritons_takes_32_bit_coordinates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(backward_kernels.tma, "async_atomic_add", raising=False)
+    semantic, handles = Mock(), [Mock(), Mock()]
+    backward_kernels.find_tma_add()(*handles[:1], "coord", handles[1], _semantic=semantic)
+    coord = semantic._convert_to_ir_values
+    coord.assert_called_once_with("coord", require_i64=False)
+    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    reduce = semantic.builder.create_async_tma_reduce
+    reduce.assert_called_once_with(add, handles[0].handle, coord.return_value, handles[1].handle)

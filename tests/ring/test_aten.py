@@ -65,6 +65,32 @@ def test_empty_shards_give_zeros_and_minus_infinity(queries: int, keys: int, emp
     assert all(x.equal(torch.zeros_like(k)) for x in into)
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+def test_rows_whose_lse_is_minus_infinity_have_no_gradient(windowed: bool) -> None:
+    """Leave out rows that no rank's keys reach, whose scores minus lse would be infinite."""
+    q, k, v, dout = (torch.randn(2, 9, 2, 8) for _ in range(4))
+    first = torch.arange(9, dtype=torch.int32)
+
+    def gradients(rows: slice) -> list[torch.Tensor]:
+        seen = Bounds((first // 2)[rows].contiguous(), (first // 2 + 4)[rows].contiguous()) if windowed else FULL
+        forward = ATEN.forward(q[:, rows], softmax_scale=SCALE)
+        forward.fold(k, v, seen, final=True)
+        out, lse = forward.result()
+        if rows.start == 0:
+            out[:, :4], lse[..., :4] = 0.0, -torch.inf
+        back, grads = (
+            ATEN.backward(dout[:, rows], q[:, rows], out, lse, None, softmax_scale=SCALE),
+            (k.clone(), v.clone()),
+        )
+        back.dq(k, v, seen, local=True)
+        back.dkdv(k, v, seen, local=True, accum=None, out=grads)
+        return [back.result(), *grads]
+
+    (dq, *dkv), (other_dq, *others) = gradients(slice(0, 9)), gradients(slice(4, 9))
+    assert not dq[:, :4].any()
+    torch.testing.assert_close([dq[:, 4:], *dkv], [other_dq, *others])
+
+
 def test_the_state_is_fp32_whatever_the_default_dtype() -> None:
     layout, whole = Layout.striped(40, 2), inputs(40)
     expected = run_ring(layout, whole, causal=True, backend="aten")
