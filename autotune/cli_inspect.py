@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,6 +28,15 @@ def inspect(
     gate: Annotated[
         bool, typer.Option("--gate", help="Exit with 1 if a variant spills or has other problems.")
     ] = False,
+    ptxas: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Second assembler, whose sm_90 code --gate checks for register hazards of wgmma; default: the newest "
+            "of Triton's and of the package nvidia-cuda-nvcc.",
+        ),
+    ] = None,
     json: Json = None,
     csv: Csv = None,
 ) -> None:
@@ -42,6 +52,7 @@ def inspect(
     """
     from ..bench.common.progress import progress
     from ..bench.common.result import finish_command
+    from .assemblers import newest_assembler
     from .compile import parse_variants
     from .inspect import inspect_result, inspect_variants
 
@@ -50,5 +61,5 @@ def inspect(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with progress() as step:
-        rows = inspect_variants(variants, step)
+        rows = inspect_variants(variants, step, (ptxas or newest_assembler()) if gate else None)
     finish_command(inspect_result(rows, gate=gate), json, csv)
