@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,17 +25,9 @@ def inspect(
         ),
     ] = None,
     gate: Annotated[
-        bool, typer.Option("--gate", help="Exit with 1 if a variant spills or has other problems.")
+        bool,
+        typer.Option("--gate", help="Exit with 1 if a variant spills, may compute wrong values or has other problems."),
     ] = False,
-    ptxas: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="Second assembler, whose sm_90 code --gate checks for register hazards of wgmma; default: the newest "
-            "of Triton's and of the package nvidia-cuda-nvcc.",
-        ),
-    ] = None,
     json: Json = None,
     csv: Csv = None,
 ) -> None:
@@ -61,5 +52,5 @@ def inspect(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with progress() as step:
-        rows = inspect_variants(variants, step, (ptxas or newest_assembler()) if gate else None)
+        rows = inspect_variants(variants, step, newest_assembler() if gate else None)
     finish_command(inspect_result(rows, gate=gate), json, csv)

@@ -28,7 +28,7 @@ from .sass import ALWAYS_SKIPPED, INSTRUCTION, basic_blocks
 WGMMA = re.compile(r"[HQI]GMMA\.\d+x(\d+)x")
 A_REGISTERS = 4  # registers of a thread that hold its part of A, for every dtype
 A_SHIFT = 256  # in a mask, bit r is register r of an accumulator, and bit A_SHIFT + r is register r of A
-MOST_GROUPS = 8  # older groups in flight are merged, so that the analysis of a loop without a wait ends
+MOST_GROUPS = 8  # groups in flight that are followed; a bound, so that the analysis of a loop without a wait ends
 NO_RESULT = re.compile(r"ST|LDGSTS|RED|BAR|BRX|RET|CALL|R2P|R2UR|WARPSYNC|NANOSLEEP|UTMA|UBLKCP|SYNCS|[A-Z]+SETP")
 
 InFlight = tuple[int, ...]
@@ -71,7 +71,7 @@ def run_instruction(state: InFlight, name: str, tokens: Sequence[str]) -> tuple[
         written = register_mask(tokens[0], int(shape[1]) // (2 if "F32" in name else 4))
         state = (state[0] | read << A_SHIFT | written, *state[1:])
         if "gsb0" in tokens:  # commits the group
-            state = (0, *state[: MOST_GROUPS - 1], *[union(state[MOST_GROUPS - 1 :])][: len(state) >= MOST_GROUPS])
+            state = (0, *state[:MOST_GROUPS])
         written &= ~accumulators
     elif name.startswith("WARPGROUP.DEPBAR"):
         return state[: 1 + int(tokens[-1], 16)], ""
@@ -89,15 +89,17 @@ def register_use(name: str, tokens: Sequence[str]) -> tuple[int, int]:
     width = 4 if "128" in suffixes else 2 if is_pair else 1  # of the result, or of the value that is stored
     if kind in ("LDSM", "STSM"):
         width = next((int(suffix) for suffix in suffixes if suffix in ("2", "4")), 1)
+    sources = [
+        token for token in tokens if not re.match(r"U?PT|U?P\d", token)
+    ]  # the result of SHFL follows a predicate
     if NO_RESULT.match(name):
-        result, stored = "", tokens[-1]
-    else:  # some results follow a predicate, such as that of SHFL
-        result, stored = next((token for token in tokens if not re.match(r"U?PT|U?P\d", token)), ""), ""
-    read = register_mask(stored, width)
-    for token in tokens:
-        for register, pair in re.findall(r"(?<!U)\bR(\d+)(\.64)?", "" if token is result else token):
-            read |= register_mask(f"R{register}", 2 if pair else 1)
-    return register_mask(result, width), read
+        written, read = 0, register_mask(tokens[-1], width)
+    else:
+        written, read = register_mask("".join(sources[:1]), width), 0
+        del sources[:1]
+    for register, pair in re.findall(r"(?<!U)\bR(\d+)(\.64)?", " ".join(sources)):
+        read |= register_mask(f"R{register}", 2 if pair else 1)
+    return written, read
 
 
 def register_mask(token: str, count: int) -> int:
@@ -214,10 +216,10 @@ class KnownMiscompile:
     """Pattern in TTGIR that Triton versions before ``fixed_in`` compile to wrong code."""
 
     issue: str
-    pattern: str
     arch: int
     fixed_in: tuple[int, ...]
     matches: Callable[[str], bool]
+    pattern: str
 
 
 def has_accumulator_cycle(ttgir: str) -> bool:
@@ -258,20 +260,14 @@ def stores_transposed_product(ttgir: str) -> bool:
 
 KNOWN_MISCOMPILES = (
     KnownMiscompile(
-        "https://github.com/triton-lang/triton/issues/10821",
+        "https://github.com/triton-lang/triton/issues/10821", 100, (3, 9), has_accumulator_cycle,
         "several products of a pipelined loop add to one accumulator that the loop carries",
-        100,
-        (3, 9),
-        has_accumulator_cycle,
     ),
     KnownMiscompile(
-        "https://github.com/fla-org/flash-linear-attention/issues/640",
+        "https://github.com/fla-org/flash-linear-attention/issues/640", 90, (3, 7, 1), stores_transposed_product,
         "the transposed result of a product is stored to shared memory in 16 bits",
-        90,
-        (3, 7, 1),
-        stores_transposed_product,
     ),
-)
+)  # fmt: skip
 
 
 def known_miscompiles(ttgir: str, arch: int) -> list[str]:
