@@ -47,7 +47,7 @@ def assemble(ptx: str, assembler: Path) -> bytes | None:
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [assembler, "--regAllocOptLevel=2", f"--gpu-name={target[1]}", source, "-o", binary]
+        command = [str(assembler), "--regAllocOptLevel=2", f"--gpu-name={target[1]}", str(source), "-o", str(binary)]
         process = subprocess.run(command, capture_output=True, text=True)
         if process.returncode == 0:
             return binary.read_bytes()
