@@ -53,14 +53,14 @@ class CommandGroup(typer.core.TyperGroup):
         sys.exit(code)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command; for shell completion import the command's module, which has the flags."""
+        """Return the command ``cmd_name``; shell completion gets the one in its module, which has the flags."""
         path = f"bench {cmd_name}" if self.name == "bench" else cmd_name
         if ctx.resilient_parsing and path in COMMANDS:
-            return _imported(COMMANDS[path][0])
+            return _import_command(COMMANDS[path][0])
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command of a name; if only the other group has the name, say where it is."""
+        """Return the command ``args[0]`` as typer does; if only the other group has it, the error says so."""
         other = args[0] if self.name == "bench" else f"bench {args[0]}"
         if args[0] not in self.commands and other in COMMANDS:
             raise typer.BadParameter(f"No such command '{args[0]}'. Did you mean `ringattn {other}`?", ctx)
@@ -91,28 +91,26 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 # Pass everything after the command's name, including --help, to the command unchanged.
-_PASS_ON = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-    "help_option_names": [],
-}
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def _register(group: typer.Typer, name: str, summary: str, module: str) -> None:
-    """Register ``name`` in ``group`` for the ``app`` of ``module``."""
+    """Add the command ``name`` to ``group``; it imports ``module`` and runs its ``app`` when it is called."""
 
-    @group.command(name, help=summary, context_settings=_PASS_ON)
+    @group.command(name, help=summary, context_settings={**_PASS_ON, "help_option_names": []})
     def command(context: typer.Context) -> None:
-        raise typer.Exit(run_command(lambda: _imported(module), context.command_path, list(context.args)))
+        raise typer.Exit(run_command(lambda: _import_command(module), context.command_path, list(context.args)))
 
 
-def _imported(module: str) -> Any:
+def _import_command(module: str) -> Any:
     return typer.main.get_command(import_module(f"{__package__.rpartition('.')[0]}.{module}").app)
 
 
 def run_command(make_command: Callable[[], Any], name: str, arguments: list[str]) -> int:
-    """Run the command that ``make_command`` returns; return the exit code. Refusals and Ctrl-C print one line."""
+    """Run a command and return its exit code; refusals and Ctrl-C print one line that starts with ``name``.
+
+    ``make_command`` returns the command. ``arguments`` are the words typed after its name.
+    """
     try:
         target = make_command()
         # typer keeps the source's line breaks in every paragraph but the first.
@@ -149,44 +147,23 @@ def _print_refusal(line: str, code: int) -> int:
 
 
 COMMANDS = {
-    "demo": (
-        "bench.demo.command",
-        "Train a small decoder with and without sharding, and compare losses and gradients.",
-    ),
+    "demo": ("bench.demo.command", "Train a small decoder with and without sharding; compare losses and gradients."),
     "show": ("tools.show", "Print or draw the schedule and the mask of any call."),
-    "inspect": (
-        "autotune.cli_inspect",
-        "Print registers, shared memory and the main loop's bound of any kernel on any GPU.",
-    ),
-    "tune": (
-        "autotune.cli_tune",
-        "Find the best tiles of a model's attention for a GPU; without a GPU, by compiling only.",
-    ),
+    "inspect": ("autotune.cli_inspect", "Print registers, shared memory and loop bound of any kernel on any GPU."),
+    "tune": ("autotune.cli_tune", "Find the best tiles of an attention for a GPU; without a GPU, by compiling only."),
     "doctor": ("tools.doctor.command", "Check that this machine can run a ring; if not, print what to fix first."),
     "predict": ("bench.predict.command", "Predict the time of a ring of any size by simulating its real loops."),
     "export": ("tools.export.command", "Export kernels for C++ frameworks: cubin, C launcher and manifest."),
     "report": (
         "bench.report.command",
-        "Write one HTML page of a folder of results: failures, timelines, plots and numbers.",
+        "Write an HTML page of a folder of results: failures, timelines, plots, numbers.",
     ),
-    "bench kernels": (
-        "bench.kernels.command",
-        "Compare our kernels with PyTorch's on one device: ms, TFLOP/s, errors.",
-    ),
-    "bench ring": (
-        "bench.ring.command",
-        "Time a whole ring in real processes, next to one process and to other methods.",
-    ),
+    "bench kernels": ("bench.kernels.command", "Compare our kernels with PyTorch's on one device: time and errors."),
+    "bench ring": ("bench.ring.command", "Time a whole ring in processes, next to one process and to other methods."),
     "bench memory": ("bench.memory", "Measure peak memory per rank for growing rings with equal tokens per rank."),
     "bench links": ("bench.links.command", "Measure every transport over every edge of the ring, like nccl-tests."),
-    "bench overlap": (
-        "bench.overlap.command",
-        "Time compute, transfers and both together: is triple buffering worth it?",
-    ),
-    "bench timeline": (
-        "bench.timeline.command",
-        "Record when each rank of a ring computes, sends, receives and waits.",
-    ),
+    "bench overlap": ("bench.overlap.command", "Time compute, transfers and both: is triple buffering worth it?"),
+    "bench timeline": ("bench.timeline.command", "Record when each rank computes, sends, receives and waits."),
     "bench host": ("bench.host.command", "Measure the host's time to post one hop, next to the hop's compute time."),
     "bench suite": ("bench.suite.command", "Run every benchmark that this machine can run, within a time budget."),
 }

@@ -24,7 +24,8 @@ WORLDS = (2, 4, 8)
 ALLOWED_SPREAD = 0.02  # between worlds, for rounding to pages and for the network library's memory per peer
 WARM_TOKENS = 1024
 UNITS = {
-    "world": "", "peak": "MB", "least rank": "MB", "after forward": "MB", "inputs and results": "MB", "relative": "",
+    "world": "", "peak": "MB", "smallest peak": "MB", "forward peak": "MB", "inputs and results": "MB",
+    "peak / first": "",
 }  # fmt: skip
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -38,7 +39,10 @@ def measure_memory(
     nodes: int,
     chunks: int,
 ) -> list[list[dict[str, int]]]:
-    """Run one ring after the other over the first ranks; return the peaks of all its ranks, per ring joined."""
+    """Run the rings of ``configs`` in turn, each over the first ranks of the group.
+
+    Return, for each ring that this rank joins, what :func:`ring_peaks` returned on every rank of the ring.
+    """
     import torch.distributed as dist
     from torch import set_num_threads
 
@@ -60,7 +64,7 @@ def measure_memory(
 
 
 def ring_peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, group: Any) -> dict[str, int]:
-    """Return the peak bytes of a first call above the start: inputs, slots, saved tensors, everything."""
+    """Return this rank's bytes in a first call: its peak, the peak of the forward, and ``kept`` inputs and results."""
     import torch
 
     from ..comm.topology.topology import Topology
@@ -82,15 +86,15 @@ def ring_peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int,
 
 
 def memory_rows(worlds: Sequence[int], peaks_by_world: Sequence[Sequence[dict[str, int]]]) -> list[Row]:
-    """Build one row per world, from the rank that needs most."""
+    """Build a row per number of ranks, with the largest bytes of any rank in MB and the smallest peak."""
     rows: list[Row] = []
     for world, ranks in zip(worlds, peaks_by_world, strict=True):
         maxima = {name: max(rank[name] for rank in ranks) / 1e6 for name in ("peak", "forward", "kept")}
         smallest_peak = min(rank["peak"] for rank in ranks) / 1e6
         rows.append({
-            "world": world, "peak": maxima["peak"], "least rank": smallest_peak, "after forward": maxima["forward"],
+            "world": world, "peak": maxima["peak"], "smallest peak": smallest_peak, "forward peak": maxima["forward"],
             "inputs and results": maxima["kept"],
-            "relative": maxima["peak"] / (rows[0]["peak"] if rows else maxima["peak"]),
+            "peak / first": maxima["peak"] / (rows[0]["peak"] if rows else maxima["peak"]),
         })  # fmt: skip
     return rows
 
@@ -131,9 +135,7 @@ def memory(
     worlds = resolve_worlds(launched_rank(), worlds)
     for world in worlds:
         if nodes > 1 and (world % nodes or world // nodes < 2):
-            raise typer.BadParameter(
-                f"--nodes is {nodes}: {world} processes do not make {nodes} nodes of 2 or more processes each"
-            )
+            raise typer.BadParameter(f"--nodes is {nodes}: {world} processes do not make nodes of 2 or more each")
     from rich.console import Console
     from torch import device
 
@@ -160,16 +162,20 @@ def memory(
     wires = [f"{what} as {kind}" for what, kind in (("K/V", wire_dtype), ("dK/dV", grad_wire_dtype)) if kind]
     counts = flags.count_noun(nodes, "node"), flags.count_noun(slots, "slot"), flags.count_noun(chunks, "chunk")
     title = [config(largest_world).title, *counts, *wires]
-    failed = [f"memory per rank differs by {spread:.1%} between worlds; at most {ALLOWED_SPREAD:.0%} is allowed"]
-    summary = f"peak of a rank: {max(highest):.4g} MB; difference between worlds: {spread:+.2%}"
+    failed = [
+        f"memory per rank differs by {spread:.1%} between numbers of ranks. At most {ALLOWED_SPREAD:.0%} is allowed."
+    ]
+    summary = f"peak of a rank: {max(highest):.4g} MB; difference between numbers of ranks: {spread:+.2%}"
     failed = failed if spread > ALLOWED_SPREAD else []
     finish_command(Result("bench memory", UNITS, rows, failed, [", ".join(title), summary], provenance(cpu)), json, csv)
 
 
 def resolve_worlds(place: LaunchedRank | None, requested_worlds: list[int] | None) -> list[int]:
-    """Return ``--world``, or 2, 4 and 8, or under a launcher 2, 4, … and all of its ranks."""
+    """Return the requested numbers of ranks; the default is 2, 4, 8, and under a launcher 2, 4, … and all its ranks."""
     if place is None:
         return requested_worlds or list(WORLDS)
     if requested_worlds and max(requested_worlds) > place.world:
-        raise typer.BadParameter(f"--world is {max(requested_worlds)}: the launcher started {place.world} ranks")
+        raise typer.BadParameter(
+            f"--world is {max(requested_worlds)}: it must be at most {place.world}, the launcher's ranks"
+        )
     return requested_worlds or sorted({*(world for world in WORLDS if world < place.world), place.world})

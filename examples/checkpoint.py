@@ -65,7 +65,7 @@ def find_latest(folder: Path) -> Path | None:
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """Return the description of the job that wrote a checkpoint.
+    """Return the settings of the job that wrote a checkpoint.
 
     Raises:
         ValueError: The file cannot be read; the message names the checkpoint.
@@ -96,7 +96,7 @@ def read_metadata(path: Path) -> Metadata:
             raise ValueError("it is not a regular file")
         metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"it contains {type(metadata).__name__}, expected Metadata")
+            raise ValueError(f"it contains a {type(metadata).__name__} in place of torch's Metadata")
         for name in {entry.relative_path for entry in metadata.storage_data.values()}:
             if PurePath(name).name != name or not (path / name).is_file():
                 raise ValueError(f"{name!r:.60} is not a file in this folder")
@@ -119,12 +119,15 @@ def load_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def save_state(path: Path, state: dict[str, Any], job: dict[str, Any], *, no_dist: bool) -> None:
-    """Write a checkpoint; each rank writes its part of ``state``, or with ``no_dist`` this process writes all."""
+    """Write a checkpoint of ``state`` and of the job's settings.
+
+    Each rank writes its part. With ``no_dist`` this process writes everything.
+    """
     save(state, storage_writer=_Writer(path, job), no_dist=no_dist)
 
 
 class _Unpickler(pickle._Unpickler):  # the Python version, because the C version has no hook for BUILD
-    """Unpickler that finds allowed names only, imports nothing and sets attributes of records only."""
+    """Unpickler that finds only allowed classes, imports nothing and sets attributes only of these classes' objects."""
 
     stack: list[Any]
 
@@ -144,7 +147,7 @@ class _Unpickler(pickle._Unpickler):  # the Python version, because the C versio
 
 
 class _Reader(FileSystemReader):
-    """Reader of torch with the ``.metadata`` that :func:`read_metadata` has checked."""
+    """Torch's reader with the ``.metadata`` that :func:`read_metadata` has checked."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -155,7 +158,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Planner of torch that accepts only numbers, strings and containers of these as entries without tensors."""
+    """Torch's load planner, restricted to numbers, strings and containers in entries that are not tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # the base class unpickles without restriction, so pickle again what the restricted loader has read
@@ -166,7 +169,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Writer of torch that also writes the job, on the first rank and before ``.metadata``."""
+    """Torch's writer that also writes the job's settings, on the first rank and before ``.metadata``."""
 
     def __init__(self, path: Path, job: dict[str, Any]) -> None:
         super().__init__(path)
@@ -180,6 +183,6 @@ class _Writer(FileSystemWriter):
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of a message of torch, which follows the tracebacks of all ranks."""
+    """Return the last line of torch's message, which has the reason after the tracebacks of all ranks."""
     lines = [line for line in str(error).splitlines() if line.strip() and "Check the documentation" not in line]
     return lines[-1].strip() if lines else type(error).__name__

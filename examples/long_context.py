@@ -56,7 +56,7 @@ def load_model() -> tuple[Any, Any]:
 
 
 def build_haystack(tokenizer: Any, tokens: int) -> tuple[Tensor, list[Needle]]:
-    """Return the ids ``[1, tokens]`` of the text with its hidden lines, and the needles in order of position."""
+    """Return the token ids ``[1, tokens]`` of the text with needles, and the needles in order of position."""
     text, draw, ids = "\n\n".join(topics.values()), random.Random(0), list[int]()
     words = sorted({word for word in text.split() if word.isalpha() and word.islower()})
     lines = [tokenizer("\n" + " ".join(draw.sample(words, WORDS)) + "\n").input_ids for _ in range(NEEDLES)]
@@ -75,7 +75,7 @@ def build_haystack(tokenizer: Any, tokens: int) -> tuple[Tensor, list[Needle]]:
 
 @torch.no_grad()
 def run_on_ranks(model: Any, ids: Tensor, group: GroupLike = None) -> list[Tensor]:
-    """Compute :func:`token_losses` over the ranks of a group, and return the results of all tokens on every rank."""
+    """Compute :func:`token_losses` over the ranks of a group, and gather both results of all tokens on every rank."""
     from ringattn.integrations.transformers import shard_batch, sharded
 
     labels = shard(ids.roll(-1, dims=1), layout=LAYOUT, group=group)
@@ -85,7 +85,7 @@ def run_on_ranks(model: Any, ids: Tensor, group: GroupLike = None) -> list[Tenso
 
 
 def token_losses(model: Any, labels: Tensor, **batch: Tensor) -> list[Tensor]:
-    """Return the loss of each token's successor and whether the model predicts it, both ``[B, S]``."""
+    """Return two tensors ``[B, S]``: the loss of each token's successor, and whether the model predicts it."""
     hidden, blocks = model.model(**batch, use_cache=False).last_hidden_state, list[tuple[Tensor, Tensor]]()
     for states, targets in zip(*(torch.split(x, BLOCK, dim=1) for x in (hidden, labels)), strict=True):
         logits = model.lm_head(states)
@@ -101,7 +101,10 @@ def run_in_one_process(model: Any, ids: Tensor) -> list[Tensor]:
 
 
 def print_report(ranks: int, ours: list[Tensor], theirs: list[Tensor], needles: list[Needle]) -> None:
-    """Print both perplexities and the retrieved tokens; the last token is left out, since none follows."""
+    """Print perplexities and retrieved tokens over ranks (``ours``) and in one process (``theirs``).
+
+    Both have the losses and hits of :func:`token_losses`. The last token is left out, because it has no successor.
+    """
     (loss, hits), (single, single_hits) = ([x[0, :-1] for x in results] for results in (ours, theirs))
     print(
         f"{len(loss) + 1:,} tokens: perplexity {loss.mean().exp():.6f} over {ranks} ranks, {single.mean().exp():.6f} "

@@ -76,7 +76,7 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each with a norm before and a residual connection."""
+    """Attention and feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int, block: int | None) -> None:
         super().__init__()

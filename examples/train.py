@@ -67,11 +67,11 @@ class Job:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
         if self.heads % self.kv_heads:
-            raise ValueError(f"--kv-heads is {self.kv_heads}: --heads, {self.heads}, must be a multiple of it")
+            raise ValueError(f"--kv-heads is {self.kv_heads}: it must divide --heads, {self.heads}")
         if self.head_dim % 2:
             raise ValueError(f"--head-dim is {self.head_dim}: it must be even for rotary embedding")
         if self.batch % self.data:
-            raise ValueError(f"--data is {self.data}: --batch, {self.batch}, must be a multiple of it")
+            raise ValueError(f"--data is {self.data}: it must divide --batch, {self.batch}")
 
 
 class JobError(ValueError):
@@ -80,7 +80,7 @@ class JobError(ValueError):
 
 @dataclass
 class Run:
-    """Loss of every step, counted from 0, and the seconds of the steps that this process took."""
+    """Loss of every step by number, from 0, and the seconds of each step that this process ran."""
 
     losses: dict[int, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
@@ -197,10 +197,9 @@ class Training:
         return total[0].item()
 
     def _check_same(self, what: str, read: Callable[[], bytes]) -> None:
-        """Raise JobError on every rank if ``read`` fails on a rank or returns different bytes on the ranks.
+        """Raise JobError on every rank if ``read`` fails on a rank or returns different bytes on two ranks.
 
-        Raises:
-            JobError: ``read`` raises ValueError on at least one rank, or the bytes differ.
+        ``what`` names the compared value in the error.
         """
         error = None
         try:
@@ -212,7 +211,7 @@ class Training:
             raise JobError(str(error)) from error
         failed = (digests == 0).all(1).nonzero().flatten().tolist()
         if failed:
-            raise JobError(f"{what} failed on rank {failed[0]}; see the error of that rank")
+            raise JobError(f"{what} failed on rank {failed[0]}; see that rank's error")
         if not digests.eq(digests[0]).all():
             raise JobError(f"{what} differs between ranks")
 
@@ -288,7 +287,7 @@ def open_ring(ring: Ring, job: Job) -> Iterator[tuple[Layout, Attend]]:
 
 
 def train_process(job: Job, text: bytes) -> Run:
-    """Train in one process of torchrun."""
+    """Train as one of torchrun's processes, with its default group."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -301,7 +300,7 @@ def train_process(job: Job, text: bytes) -> Run:
 
 
 def train_on_mesh(job: Job, text: bytes, device: torch.device, watch: StepObserver | None = None) -> Run:
-    """Train as one rank of the default group, with weights sharded over all ranks and each sequence over a ring.
+    """Train as one rank of the default group, with FSDP over all ranks and one ring per row of the mesh.
 
     Raises:
         JobError: ``job.data`` does not divide the number of ranks, or :class:`Training` raises. Every rank raises.
@@ -337,7 +336,9 @@ def train_virtual_ranks(job: Job, text: bytes, world: int, watch: StepObserver |
         JobError: ``job.data`` is above 1, or :class:`Training` raises.
     """
     if job.data > 1:
-        raise JobError(f"--data is {job.data}: it must be 1 for virtual ranks, which form one ring; or use torchrun")
+        raise JobError(
+            f"--data is {job.data}: it must be 1 for virtual ranks, which form one ring. For more use torchrun."
+        )
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def train_rank(group: LocalGroup) -> Run:
@@ -367,7 +368,7 @@ def parse_size(text: str) -> int:
     """Parse ``8192``, ``8k``, ``1m`` or ``2g``, with k, m and g as powers of 1024."""
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.lower())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; pass an integer with an optional k, m or g")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: it must be an integer with an optional k, m or g")
     return int(match[1]) << 10 * " kmg".index(match[2] or " ")
 
 
@@ -388,7 +389,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> tuple[Job, int
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the settings of the command line, under torchrun or on virtual ranks."""
     job, world = parse_command_line()
     try:
         if dist.is_torchelastic_launched():

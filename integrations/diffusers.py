@@ -57,9 +57,8 @@ def register() -> None:
     version = diffusers.__version__
     if not version.startswith(SUPPORTED_VERSION):
         raise RuntimeError(
-            f"diffusers is {version}, and ringattn.integrations.diffusers needs {SUPPORTED_VERSION}x, because it "
-            "uses the private "
-            "registry of backends. Install that version, or call ringattn.ring_attention in your attention processor."
+            f"diffusers is {version}: ringattn.integrations.diffusers needs {SUPPORTED_VERSION}x, because it uses the "
+            "private registry of backends. Install that version, or call ringattn.ring_attention in your processor."
         )
     if NAME not in AttentionBackendName._value2member_map_:
         _add_member(NAME.upper(), NAME)
@@ -97,12 +96,12 @@ def _attention(
     """Compute attention of this rank's tokens ``[B, S, H, D]`` with the arguments of ``dispatch_attention_fn``."""
     if attn_mask is not None:
         raise NotImplementedError(
-            f"attn_mask is a {type(attn_mask).__name__}; the attention backend {NAME!r} takes None. Remove padding "
-            "tokens, pass attention_kwargs={'window_size': (left, right)} for a window, or use another backend."
+            f"attn_mask is a {type(attn_mask).__name__}: it must be None for the attention backend {NAME!r}. Remove "
+            "padding tokens, pass attention_kwargs={'window_size': (left, right)} for a window, or use another backend."
         )
     if not enable_gqa and query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"key has {key.shape[2]} heads, query has {query.shape[2]}; pass enable_gqa=True for grouped heads"
+            f"key has {key.shape[2]} heads and query has {query.shape[2]}; pass enable_gqa=True for grouped heads"
         )
     context = None if _parallel_config is None else _parallel_config.context_parallel_config
     results = ring_attention(
@@ -129,7 +128,7 @@ def _group(context: Any) -> GroupLike:
         return SINGLE_RANK
     if not context.convert_to_fp32:
         raise NotImplementedError(
-            f"convert_to_fp32 is False; the attention backend {NAME!r} always accumulates in fp32 and takes only True"
+            f"convert_to_fp32 is False: it must be True, because the attention backend {NAME!r} accumulates in fp32"
         )
     mesh: GroupLike = context._ring_mesh if context.ulysses_degree == 1 else context._mesh["ring", "ulysses"]
     return mesh

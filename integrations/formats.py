@@ -25,7 +25,7 @@ PACKING_CACHE_SIZE = 64  # cached packings; all layers share the packing of a ba
 
 
 class MaskType(NamedTuple):
-    """Properties of one ``attn_mask_type``."""
+    """Properties of one ``attn_mask_type``: causal or not, with padding or not, and how unequal lengths align."""
 
     causal: bool
     padding: bool
@@ -47,7 +47,7 @@ HostBoundaries = dict[str, tuple[int, ...]]
 
 
 class Boundaries(NamedTuple):
-    """Document boundaries over the whole sequence, without and with padding, as in TransformerEngine."""
+    """The ``cu_seqlens_*`` tensors of TransformerEngine, over the whole sequence; ``*_padded`` include padding."""
 
     q: Tensor | None = None
     kv: Tensor | None = None
@@ -92,7 +92,9 @@ def attend_format(
         raise ValueError(f"qkv_format is {qkv_format!r}: it must be one of {', '.join(FORMATS)}")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != len(qkv_format):
-            raise ValueError(f"{name} is {list(x.shape)}: with qkv_format {qkv_format!r} it must be [{qkv_format}]")
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}. With qkv_format {qkv_format!r} it must be [{qkv_format}]."
+            )
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     is_padding: Tensor | None
     q, k, v = (_batch_first(x, qkv_format) for x in (query, key, value))
@@ -104,7 +106,7 @@ def attend_format(
         layout = kv_layout = packing.layout
         options["cu_seqlens"] = packing.cu_seqlens
         q, k, v = (x[:, : layout.lengths[rank]] for x in (q, k, v))  # the remaining tokens are padding
-        is_padding = _padding(packing, rank, q.device) if packing.has_padding else None
+        is_padding = _packed_padding(packing, rank, q.device) if packing.has_padding else None
     else:
         layout, kv_layout = (_even_layout(x.shape[1] * world, world, contiguous) for x in (q, k))
         options["seqused_k"] = lengths = _row_lengths(host, mask_type, attn_mask_type, q.shape[0])
@@ -127,13 +129,19 @@ def _batch_first(x: Tensor, qkv_format: str) -> Tensor:
 
 
 def _boundaries_on_host(boundaries: Boundaries) -> HostBoundaries:
-    """Copy all boundaries to the host in one transfer; a tensor given twice is copied once."""
+    """Return all given boundaries by argument name, copied to the host in one transfer.
+
+    Raises:
+        ValueError: A boundary is not an integer tensor with one dimension.
+    """
     named = {f"cu_seqlens_{name}": x for name, x in boundaries._asdict().items() if x is not None}
     for name, x in named.items():
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}: it must be a tensor, integers [documents + 1]")
+            raise ValueError(f"{name} is a {type(x).__name__}: it must be an integer tensor of shape [documents + 1]")
         if x.dim() != 1 or not len(x) or x.is_floating_point() or x.dtype == torch.bool:
-            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}: it must be integers [documents + 1]")
+            raise ValueError(
+                f"{name} is {x.dtype} of shape {list(x.shape)}: it must be an integer tensor of shape [documents + 1]"
+            )
     distinct = {id(x): x for x in named.values()}
     numbers = iter(torch.cat([*distinct.values()]).tolist() if distinct else [])
     on_host = {key: tuple(next(numbers) for _ in range(len(x))) for key, x in distinct.items()}
@@ -141,27 +149,37 @@ def _boundaries_on_host(boundaries: Boundaries) -> HostBoundaries:
 
 
 def _resolve_packing(host: HostBoundaries, world: int, contiguous: bool, rows: int, key_rows: int) -> Packing:
+    """Return the packing of a call with qkv_format 'thd', or raise if boundaries and numbers of tokens disagree."""
     if "cu_seqlens_q" not in host:
-        raise ValueError("cu_seqlens_q is None; qkv_format 'thd' needs the document boundaries")
+        raise ValueError("cu_seqlens_q is None. With qkv_format 'thd' it must have the document boundaries.")
     real = host["cu_seqlens_q"]
     padded = host.get("cu_seqlens_q_padded", real)
     if host.get("cu_seqlens_kv", real) != real or host.get("cu_seqlens_kv_padded", padded) != padded:
-        raise NotImplementedError("cu_seqlens_kv differs from cu_seqlens_q: packed cross-attention is not supported")
+        raise NotImplementedError(
+            "cu_seqlens_kv differs from cu_seqlens_q. Cross-attention between packed documents is not supported."
+        )
     if real != padded and "cu_seqlens_kv" in host and "cu_seqlens_kv_padded" not in host:
         raise ValueError("cu_seqlens_kv_padded is None and cu_seqlens_q_padded is given; pass both or neither")
     packing = _packing(real, padded, world, contiguous)
     if not rows == key_rows >= packing.layout.lengths[0]:
         raise ValueError(
-            f"query has {rows} tokens, key {key_rows}: both must have the same number, at least "
-            f"{packing.layout.lengths[0]}, because the boundaries give {padded[-1]} tokens over {world} ranks"
+            f"query has {rows} tokens and key has {key_rows}. Both must have the same number, at least "
+            f"{packing.layout.lengths[0]}, because the boundaries give {padded[-1]} tokens over {world} ranks."
         )
     return packing
 
 
 @lru_cache(maxsize=PACKING_CACHE_SIZE)
 def _packing(real: tuple[int, ...], padded: tuple[int, ...], world: int, contiguous: bool) -> Packing:
+    """Return the packing of documents with boundaries ``real`` that start at ``padded``, over ``world`` ranks.
+
+    Raises:
+        ValueError: The boundaries disagree, or the number of chunks does not divide a document with its padding.
+    """
     if len(real) != len(padded):
-        raise ValueError(f"cu_seqlens_q_padded has {len(padded)} boundaries, cu_seqlens_q {len(real)}: must be equal")
+        raise ValueError(
+            f"cu_seqlens_q_padded has {len(padded)} boundaries: it must have {len(real)}, as cu_seqlens_q has"
+        )
     chunks = 1 if contiguous or world == 1 else 2 * world
     edges = [0]
     for index, ((start, end), (padded_start, padded_end)) in enumerate(
@@ -169,11 +187,14 @@ def _packing(real: tuple[int, ...], padded: tuple[int, ...], world: int, contigu
     ):
         length, padded_length = end - start, padded_end - padded_start
         if not 0 <= length <= padded_length:
-            raise ValueError(f"document {index} has {length} tokens, {padded_length} with its padding")
+            raise ValueError(
+                f"document {index} has {length} tokens in cu_seqlens_q and {padded_length} in cu_seqlens_q_padded. "
+                "Padding cannot make a document shorter."
+            )
         if padded_length % chunks:
             raise ValueError(
-                f"document {index} has {padded_length} tokens with its padding, not a multiple of {chunks}; pad every "
-                "document and pass cu_seqlens_q_padded"
+                f"document {index} has {padded_length} tokens with its padding, which is not a multiple of {chunks}. "
+                "Pad every document and pass cu_seqlens_q_padded."
             )
         edges += [padded_start + length, padded_end]
     layout = _even_layout(padded[-1], world, True) if contiguous else Layout.zigzag(padded[-1], world, padded)
@@ -182,6 +203,7 @@ def _packing(real: tuple[int, ...], padded: tuple[int, ...], world: int, contigu
 
 @lru_cache(maxsize=PACKING_CACHE_SIZE)
 def _even_layout(seqlen: int, world: int, contiguous: bool) -> Layout:
+    """Return the contiguous or zigzag layout with equal shards, or raise ValueError if there is none."""
     chunks = world if contiguous or world == 1 else 2 * world
     if seqlen % chunks:
         raise ValueError(f"the sequence has {seqlen} tokens over {world} ranks: it must be a multiple of {chunks}")
@@ -189,22 +211,27 @@ def _even_layout(seqlen: int, world: int, contiguous: bool) -> Layout:
 
 
 def _row_lengths(host: HostBoundaries, mask_type: MaskType, name: str, batch: int) -> tuple[int, ...] | None:
-    """Return the number of tokens before the padding at the end of each batch row, or None without padding."""
+    """Return the number of real tokens of each batch row, before its padding, or None without padding.
+
+    ``name`` is the ``attn_mask_type`` for error messages.
+    """
     if not mask_type.padding:
         if host:
             raise ValueError(f"{next(iter(host))} is given with attn_mask_type {name!r}: it must be a padding type")
         return None
     if "cu_seqlens_q" not in host:
-        raise NotImplementedError(f"attn_mask_type is {name!r} without cu_seqlens_q; pass cu_seqlens_q for padding")
+        raise NotImplementedError(
+            f"attn_mask_type is {name!r} and cu_seqlens_q is None. Pass cu_seqlens_q, which says where padding begins."
+        )
     if host.keys() & {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}:
         raise ValueError("cu_seqlens_q_padded is given; only qkv_format 'thd' takes padded boundaries")
     if host.get("cu_seqlens_kv", host["cu_seqlens_q"]) != host["cu_seqlens_q"]:
         raise NotImplementedError(
-            "cu_seqlens_kv differs from cu_seqlens_q: padding of cross-attention is not supported"
+            "cu_seqlens_kv differs from cu_seqlens_q. Padding in cross-attention is not supported."
         )
     lengths = tuple(end - start for start, end in pairwise(host["cu_seqlens_q"]))
     if len(lengths) != batch:
-        raise ValueError(f"cu_seqlens_q has {len(lengths)} lengths: it must have {batch}, one per batch row")
+        raise ValueError(f"cu_seqlens_q has {len(lengths)} documents. It must have one per batch row, {batch}.")
     return lengths
 
 
@@ -212,21 +239,21 @@ def _row_lengths(host: HostBoundaries, mask_type: MaskType, name: str, batch: in
 # They are normal tensors even in inference mode, because autograd saves them.
 
 
-def _padding(packing: Packing, rank: int, device: torch.device) -> Tensor:
-    """Return a bool mask ``[tokens]`` that is True where a rank's token is padding."""
-    return _cached_padding(packing, rank, device).read()
+def _packed_padding(packing: Packing, rank: int, device: torch.device) -> Tensor:
+    """Return a bool mask ``[tokens]`` of a rank's tokens, True for padding between packed documents."""
+    return _cached_packed_padding(packing, rank, device).read()
 
 
 @lru_cache(maxsize=PACKING_CACHE_SIZE)
 @torch.inference_mode(False)
-def _cached_padding(packing: Packing, rank: int, device: torch.device) -> SharedValue[Tensor]:
+def _cached_packed_padding(packing: Packing, rank: int, device: torch.device) -> SharedValue[Tensor]:
     after = torch.searchsorted(torch.tensor(packing.cu_seqlens), packing.layout.positions(rank), right=True)
     is_padding = (after % 2 == 0).to(device)
     return SharedValue(is_padding, (is_padding,))
 
 
 def _tail_padding(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """Return a bool mask ``[B, tokens]`` that is True where a rank's token lies behind the end of its row."""
+    """Return a bool mask ``[B, tokens]`` of a rank's tokens, True from the row's length in ``lengths`` on."""
     return _cached_tail_padding(lengths, layout, rank, device).read()
 
 
@@ -240,6 +267,7 @@ def _cached_tail_padding(
 
 
 def _resolve_window(window_size: tuple[int, int] | None, name: str, causal: bool) -> tuple[int, int]:
+    """Return ``window_size`` as (left, right), (-1, -1) for None, or raise ValueError if it does not fit the mask."""
     window = (-1, -1) if window_size is None else window_size
     if not isinstance(window, (tuple, list)) or [type(end) for end in window] != [int, int]:
         raise ValueError(f"window_size is {window_size!r}: it must be two integers (left, right)")
@@ -251,18 +279,23 @@ def _resolve_window(window_size: tuple[int, int] | None, name: str, causal: bool
 
 
 def _check_mask(mask: Tensor | None, causal: bool, positions: Tensor, keys: int) -> None:
-    """Raise if ``mask`` (True: hidden) is not the causal mask of these positions; the check synchronises."""
+    """Raise NotImplementedError if ``mask`` is neither None nor the causal mask of this rank's rows.
+
+    True means hidden. ``positions`` are those of the rows, and ``keys`` is the length of the whole sequence. The
+    check synchronises a GPU.
+    """
     if mask is None:
         return
     shape, rows = tuple(getattr(mask, "shape", ())), len(positions)
-    if not causal or shape[-2:] != (rows, keys) or _is_other(mask, positions):
+    if not causal or shape[-2:] != (rows, keys) or _differs_from_causal(mask, positions):
         raise NotImplementedError(
-            f"attention_mask is {list(shape)}: it must be None, or the causal mask {[rows, keys]} of this rank's "
-            "rows; pass padding as cu_seqlens_q, and documents as qkv_format 'thd'"
+            f"attention_mask has shape {list(shape)}. It must be None, or the causal mask of this rank's rows, of "
+            f"shape {[rows, keys]}. Pass padding as cu_seqlens_q, and documents as qkv_format 'thd'."
         )
 
 
-def _is_other(mask: Tensor, positions: Tensor) -> bool:
+def _differs_from_causal(mask: Tensor, positions: Tensor) -> bool:
+    """Return True if ``mask`` (True: hidden) is not the causal mask of rows at ``positions``."""
     hidden = torch.arange(mask.shape[-1], device=mask.device) > positions.to(mask.device)[:, None]
     return bool((mask != hidden).any())
 
@@ -282,4 +315,4 @@ def softmax_sink(softmax_type: str, offset: Tensor | None, query: Tensor) -> Ten
 def check_comm_type(cp_comm_type: str | None) -> None:
     """Raise NotImplementedError if ``cp_comm_type`` asks for anything but a ring."""
     if cp_comm_type not in (None, "p2p"):
-        raise NotImplementedError(f"cp_comm_type is {cp_comm_type!r}: it must be 'p2p', the ring")
+        raise NotImplementedError(f"cp_comm_type is {cp_comm_type!r}: it must be 'p2p', which is the ring")

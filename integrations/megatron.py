@@ -71,7 +71,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         for field, reason in UNSUPPORTED_CONFIG.items():
             if getattr(config, field, False):
-                raise NotImplementedError(f"{field} of the config is on, but {reason}; turn it off")
+                raise NotImplementedError(f"{field} of the config is on: it must be off, because {reason}")
         check_comm_type(cp_comm_type)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
@@ -83,8 +83,8 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         self.cp_group = _collection_group(pg_collection, "cp") if cp_size > 1 else None
         if self.cp_group is not None and self.cp_group.size() != cp_size:
             raise ValueError(
-                f"context_parallel_size of the config is {cp_size}: the cp group of pg_collection has "
-                f"{self.cp_group.size()} ranks"
+                f"context_parallel_size of the config is {cp_size}, but the cp group of pg_collection has "
+                f"{self.cp_group.size()} ranks. They must be equal."
             )
         key_dim = config.kv_channels if k_channels is None else k_channels
         self.head_dims = (key_dim, config.kv_channels if v_channels is None else v_channels)
@@ -118,14 +118,19 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         padding is a multiple of ``2 * cp``. Boundaries on a GPU cost one synchronisation per layer.
         """
         if attention_bias is not None:
-            raise NotImplementedError("attention_bias is given; it must be None, because no bias is added to scores")
+            raise NotImplementedError(
+                "attention_bias is given: it must be None, because the kernels add no bias to the scores"
+            )
         if self.attention_type == "self" and query.shape[0] != key.shape[0]:
             raise NotImplementedError(
-                f"query has {query.shape[0]} tokens, key {key.shape[0]}; they must be equal, and inference_context None"
+                f"query has {query.shape[0]} tokens and key has {key.shape[0]}. Self-attention needs equal numbers; "
+                "inference_context must be None."
             )
         dims = (query.shape[-1], value.shape[-1])
         if dims != self.head_dims:
-            raise ValueError(f"head dims of query and value are {dims}: k_channels and v_channels are {self.head_dims}")
+            raise ValueError(
+                f"query and value have head dims {dims}: they must be k_channels and v_channels, {self.head_dims}"
+            )
         qkv_format, boundaries, group = "sbhd", Boundaries(), self.cp_group
         name = (attn_mask_type or self.attn_mask_type).name
         if (packed := packed_seq_params) is not None:
@@ -156,19 +161,27 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 def _collection_group(pg_collection: ProcessGroupCollection, name: str) -> Any:
+    """Return the group ``name`` ("tp" or "cp") of ``pg_collection``, or raise ValueError if it has none."""
     group = getattr(pg_collection, name, None)
     if not hasattr(group, "rank"):
-        raise ValueError(f"pg_collection has no {name} group, but {group!r}; initialise parallel_state or pass a group")
+        raise ValueError(
+            f"{name} of pg_collection is {group!r}: it must be a process group; initialise parallel_state or pass one"
+        )
     return group
 
 
 def _micro_batch_group(packed: PackedSeqParams, group: Any) -> Any:
-    """Return the context-parallel group of a micro-batch, or the layer's if the micro-batch has none."""
+    """Return the context-parallel group of a packed micro-batch, by default the layer's ``group``.
+
+    None means that this rank holds all tokens of the micro-batch.
+    """
     cp_group, size = getattr(packed, "cp_group", None), getattr(packed, "local_cp_size", None)
     if cp_group is not None:
         return cp_group
     if size not in (None, 1):
-        raise ValueError(f"local_cp_size of packed_seq_params is {size}; a size other than 1 needs cp_group")
+        raise ValueError(
+            f"local_cp_size of packed_seq_params is {size} and cp_group is None. Pass cp_group for a size above 1."
+        )
     return group if size is None else None
 
 
@@ -181,7 +194,7 @@ def with_ring_attention(spec: Any) -> Any:
     replaced = copy.deepcopy(spec)
     if not _replace(replaced):
         raise ValueError(
-            f"spec is a {type(spec).__name__} without a submodule core_attention; pass the spec of a layer or a block"
+            f"spec is a {type(spec).__name__} without core_attention: it must be the spec of a layer or block"
         )
     return replaced
 

@@ -59,8 +59,8 @@ def ring_flash_attn(
     tokens, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
     if tokens != keys and (causal or ring_reduce_col):
         raise ValueError(
-            f"q has {tokens} tokens and k has {keys} with causal={causal} and ring_reduce_col={ring_reduce_col}; they "
-            "must be equal. For other lengths call ringattn.ring_attention with kv_layout= and align="
+            f"q has {tokens} tokens and k has {keys} with causal={causal} and ring_reduce_col={ring_reduce_col}: they "
+            "must be equal. For other lengths call ringattn.ring_attention with kv_layout= and align=."
         )
     if max_lookback_seq_len is not None and not causal:
         raise ValueError(f"max_lookback_seq_len is {max_lookback_seq_len} without causal; pass causal=True")
@@ -69,8 +69,8 @@ def ring_flash_attn(
     if softclamp_qk_sim and not softclamp_value:
         raise ValueError(f"softclamp_value is {softclamp_value}: with softclamp_qk_sim it must be above 0")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != k.shape[:2]):
-        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask is {got}: it must be torch.bool {list(k.shape[:2])}, True where there is a key")
+        got = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask is {got}: it must be torch.bool of shape {list(k.shape[:2])}, True for real keys")
     members = _members(ring_size, group) if ring_reduce_col else single_rank()
     world = group_rank_size(members)[1]
     layout, buckets = Layout.contiguous(world * tokens, world), 1
@@ -130,7 +130,7 @@ def zig_zag_attn(
         raise NotImplementedError("attn_mask is given; pass causal=True for the positions of zig_zag_shard")
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     if q.shape[2] % 2 and group_rank_size(group)[1] > 1:
-        raise ValueError(f"q has {q.shape[2]} tokens: zigzag needs an even number per rank")
+        raise ValueError(f"q has {q.shape[2]} tokens: a zigzag needs an even number per rank")
     grouped = _swap_runs(q.transpose(1, 2), 2, q.shape[1] // max(k.shape[1], 1))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     out = ring_attention(grouped, k, v, layout="zigzag", group=group, causal=causal, dropout_p=dropout)
@@ -161,12 +161,12 @@ def tree_attn_decode(
         ValueError: Only one of ``k`` and ``v`` is given, or neither with ``shard_kv_seq``, or q and k differ in heads.
     """
     if (k is None) != (v is None) or (k is None and shard_kv_seq):
-        types = f"k is {type(k).__name__}, v is {type(v).__name__}, with shard_kv_seq={shard_kv_seq}"
-        raise ValueError(f"{types}; pass both, or neither with shard_kv_seq=False")
+        types = f"k is {type(k).__name__} and v is {type(v).__name__} with shard_kv_seq={shard_kv_seq}"
+        raise ValueError(f"{types}. Pass both tensors, or None for both with shard_kv_seq=False.")
     rank, size = group_rank_size(group)
     keys, values = (q[:, :, :0] if x is None else x for x in (k, v))
     if keys.shape[1] != q.shape[1]:
-        raise ValueError(f"k has {keys.shape[1]} heads, q has {q.shape[1]}: they must be equal")
+        raise ValueError(f"k has {keys.shape[1]} heads and q has {q.shape[1]}: they must be equal")
     if shard_kv_seq:
         keys, values = (x.tensor_split(size, 2)[rank] for x in (keys, values))
     out, lse = ring_attention(
@@ -185,12 +185,14 @@ def tree_attn_decode(
 
 
 def _members(ring_size: int | None, group: GroupLike) -> GroupLike:
-    """Return the ranks of this rank's ring."""
+    """Return the group of this rank's ring: ``ring_size`` neighbours of the default group, or ``group`` itself."""
     rank, size = group_rank_size(group)
     if ring_size is None or ring_size == size:
         return group
     if group is not None:
-        raise ValueError(f"ring_size is {ring_size}, group has {size} ranks; pass the group of one ring")
+        raise ValueError(
+            f"ring_size is {ring_size} and group has {size} ranks. Pass the group of one ring, without ring_size."
+        )
     if ring_size < 1 or size % ring_size:
         raise ValueError(f"ring_size is {ring_size}: it must divide the {size} ranks")
     return _neighbours(rank - rank % ring_size, ring_size, dist.group.WORLD)
@@ -198,14 +200,14 @@ def _members(ring_size: int | None, group: GroupLike) -> GroupLike:
 
 @lru_cache
 def _neighbours(first: int, ring_size: int, world: object) -> dist.ProcessGroup:
-    """Return the process group of one ring, created once per default group and only by its members."""
+    """Return the process group of ``ring_size`` ranks from ``first`` on; cached per default group ``world``."""
     ring: dist.ProcessGroup = dist.new_group([*range(first, first + ring_size)], use_local_synchronization=True)
     return ring
 
 
 @lru_cache
 def _stripes(bucket_size: int, buckets: int, world: int) -> Layout:
-    """Return the layout of striped buckets: in each of ``bucket_size`` rounds a rank has ``buckets`` neighbours."""
+    """Return the layout in which a rank holds ``buckets`` adjacent tokens of each of ``bucket_size`` rounds."""
     if buckets == 1:
         return Layout.striped(bucket_size * world, world)
     rounds = range(bucket_size)
@@ -213,7 +215,10 @@ def _stripes(bucket_size: int, buckets: int, world: int) -> Layout:
 
 
 def _swap_runs(x: Tensor, dim: int, groups: int) -> Tensor:
-    """Reorder ``groups`` runs along ``dim`` to the first elements of all runs, then the second ones, and so on."""
+    """Split ``dim`` into ``groups`` equal runs and interleave them: the first elements of all runs, then the second.
+
+    Return ``x`` itself if there is nothing to reorder, or if ``groups`` does not divide the dimension.
+    """
     if groups in (1, x.shape[dim]) or groups < 1 or x.shape[dim] % groups:
         return x  # nothing to swap, or the heads do not fit, which ring_attention reports
     shape = *x.shape[:dim], groups, x.shape[dim] // groups, *x.shape[dim + 1 :]

@@ -107,6 +107,7 @@ def _attention(
 
 
 def _dense(rule: str, call: _Call) -> Placement:
+    """Return the placement of unpacked tensors: the layout named ``rule``, or the call's own."""
     if rule == "zigzag" and call.layout is None and call.q.ndim == 4:
         _two_equal_runs("q", call.q.shape[1], call)
     return call.layout or rule, None
@@ -119,14 +120,14 @@ def _varlen(
     documents = Documents(_on_host(cu_seqlens)).boundaries
     if max_seqlen is None or max_seqlen < _longest(documents):
         raise ValueError(
-            f"max_seqlen is {max_seqlen}, but the longest document of cu_seqlens has {_longest(documents)}"
+            f"max_seqlen is {max_seqlen}: it must be at least {_longest(documents)}, the longest document of cu_seqlens"
         )
     if call.layout is not None:
         return call.layout, documents
     if documents[-1] != call.q.shape[0]:
         raise ValueError(
-            f"cu_seqlens ends at {documents[-1]} and q has {call.q.shape[0]} tokens; pass the boundaries within this "
-            "rank's part, or layout= with the boundaries of the whole sequence"
+            f"cu_seqlens ends at {documents[-1]} and q has {call.q.shape[0]} tokens. Pass the boundaries within this "
+            "rank's part, or layout= with the boundaries of the whole sequence."
         )
     world = group_rank_size(call.group)[1]
     if rule is _zigzag_of_documents:
@@ -137,8 +138,11 @@ def _varlen(
 
 
 def _two_equal_runs(name: str, tokens: int, call: _Call) -> None:
+    """Raise ValueError if ``tokens`` per rank are odd, because a zigzag has two equal runs per rank."""
     if tokens % 2 and group_rank_size(call.group)[1] > 1:
-        raise ValueError(f"{name} has {tokens} tokens: zigzag needs an even number per rank; else pass layout=")
+        raise ValueError(
+            f"{name} has {tokens} tokens: a zigzag needs an even number per rank. For other numbers pass layout=."
+        )
 
 
 @lru_cache
@@ -150,6 +154,7 @@ def _runs_of_documents(documents: tuple[int, ...], world: int) -> Layout:
 
 @lru_cache
 def _zigzag_of_documents(documents: tuple[int, ...], world: int) -> Layout:
+    """Return the zigzag layout of every document with these boundaries."""
     return Layout.zigzag(documents[-1], world, documents)
 
 
@@ -214,16 +219,17 @@ def _llama3(
     heads_k_stride: int,
     local_k_slice: slice,
 ) -> Placement:
+    """Return the placement for the arguments of ``llama3_flash_attn_prepare_cu_seqlens``, or raise if they differ."""
     prepared = _PREPARED.get(cu_seqlens_q)  # type: ignore[no-untyped-call]
     if prepared is None:
         raise ValueError(
-            "cu_seqlens_q is unknown; pass the tensor object that llama3_flash_attn_prepare_cu_seqlens of "
-            "ringattn.integrations.ring_flash_attn returned"
+            "cu_seqlens_q is not prepared. Pass the tensor object that llama3_flash_attn_prepare_cu_seqlens of "
+            "ringattn.integrations.ring_flash_attn returned, not a copy."
         )
     values = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, call.causal, *group_rank_size(call.group))
     for name, value, expected in zip(_Prepared._fields, values, prepared, strict=False):
         if value is not expected if isinstance(expected, Tensor) else value != expected:
-            raise ValueError(f"{name} is {value}, but llama3_flash_attn_prepare_cu_seqlens had {expected}")
+            raise ValueError(f"{name} is {value}: it must be {expected}, as for llama3_flash_attn_prepare_cu_seqlens")
     if heads_k_stride is None or heads_k_stride < 1 or call.k.shape[1] % heads_k_stride:
         raise ValueError(f"heads_k_stride is {heads_k_stride}: it must divide the {call.k.shape[1]} heads of k")
     documents = prepared.documents
@@ -235,6 +241,7 @@ def _on_host(cu_seqlens: Tensor | Iterable[int]) -> Any:
 
 
 def _longest(boundaries: DocumentEdges) -> int:
+    """Return the length of the longest document."""
     return max(stop - start for start, stop in pairwise(boundaries))
 
 
@@ -247,6 +254,7 @@ def _functions(stem: str, place: Callable[..., Placement], *arguments: str) -> l
 def _function(
     name: str, tensors: tuple[str, ...], place: Callable[..., Placement], arguments: tuple[str, ...]
 ) -> Callable[..., Attention]:
+    """Build one public function that takes ``tensors`` and ``arguments``, then the options of :func:`_attention`."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     rest = [*inspect.signature(_attention).parameters.values()][5:]
     signature = inspect.Signature([*(inspect.Parameter(name, kind) for name in (*tensors, *arguments)), *rest])
@@ -269,7 +277,7 @@ def _parts(name: str, x: Tensor) -> tuple[Tensor, ...]:
         raise ValueError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
     x = unit_stride(x)
     if len(name) > 1 and (x.ndim < 4 or x.shape[-3] != len(name)):
-        raise ValueError(f"{name} is {list(x.shape)}: it must be [..., {len(name)}, heads, head dim]")
+        raise ValueError(f"{name} has shape {list(x.shape)}: it must be [..., {len(name)}, heads, head dim]")
     return x.unbind(-3) if len(name) > 1 else (x,)
 
 

@@ -52,7 +52,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: GroupLike) 
     """
     last = _sharding.get(None)
     if last is None or last.group is not process_group:
-        raise ValueError("process_group is unknown; call substitute_hf_flash_attn(process_group, ...) first")
+        raise ValueError("process_group is unknown. Call substitute_hf_flash_attn with this group first.")
     world = group_rank_size(process_group)[1]
     if last.layout is not None and not last.tokens and world > 1:
         raise RuntimeError(

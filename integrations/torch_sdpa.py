@@ -36,10 +36,11 @@ KERNELS = (
 
 
 def _without_dispatch(function: Any) -> FunctionType:
-    """Return a copy of a Python function of torch that skips the dispatch to active modes.
+    """Return a copy of a Python function of torch that active modes also see inside.
 
-    A mode is inactive while it handles a function. Without the copy, the mode would therefore miss the attention
-    inside ``nn.MultiheadAttention`` and inside layers that activation checkpointing recomputes in the backward.
+    A mode is inactive while it handles a function, so it would miss the attention inside ``nn.MultiheadAttention`` and
+    inside layers that activation checkpointing recomputes in the backward. The copy skips the dispatch to modes, so
+    that the caller can enter the mode again around it.
     """
     names = ("has_torch_function", "has_torch_function_unary")
     return FunctionType(
@@ -103,7 +104,7 @@ class _RingSDPA(TorchFunctionMode):
         name = getattr(func, "__name__", "").partition(".")[0]  # without the overload of an op
         if name in OTHER_ATTENTION or name.startswith(KERNELS):
             instead = OTHER_ATTENTION.get(name, "call scaled_dot_product_attention")
-            raise NotImplementedError(f"{name} inside ring_sdpa: {instead}, or {OUTSIDE_HINT}")
+            raise NotImplementedError(f"{name} is not supported inside ring_sdpa; {instead}, or {OUTSIDE_HINT}")
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             raise NotImplementedError(
                 "need_weights is True inside ring_sdpa, which never materialises the attention weights; pass "
@@ -133,16 +134,16 @@ class _RingSDPA(TorchFunctionMode):
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.dim() != 4:
                 raise NotImplementedError(
-                    f"{name} has {x.dim()} dimensions inside ring_sdpa: it must be [batch, heads, tokens, head dim]; "
-                    "unsqueeze or flatten the others"
+                    f"{name} has {x.dim()} dimensions inside ring_sdpa: it must be [batch, heads, tokens, head dim]. "
+                    "Unsqueeze or flatten it to four dimensions."
                 )
         if not enable_gqa and query.shape[1] != key.shape[1]:
             raise ValueError(
-                f"key has {key.shape[1]} heads, query has {query.shape[1]}; pass enable_gqa=True for grouped heads"
+                f"key has {key.shape[1]} heads and query has {query.shape[1]}; pass enable_gqa=True for grouped heads"
             )
         if self.kv_layout is None and query.shape[2] != key.shape[2]:
             raise ValueError(
-                f"key has {key.shape[2]} tokens, query has {query.shape[2]}; pass kv_layout to ring_sdpa for "
+                f"key has {key.shape[2]} tokens and query has {query.shape[2]}; pass kv_layout to ring_sdpa for "
                 f"cross-attention to a sharded sequence, or {OUTSIDE_HINT}"
             )
         q, k, v = (unit_stride(x).transpose(1, 2) for x in (query, key, value))
@@ -179,15 +180,17 @@ def load_balancer_layout(load_balancer: Any, world: int) -> Layout:
         raise _no_balancer(type(load_balancer).__name__)
     is_integer = not indices.is_floating_point() and indices.dtype != torch.bool
     if indices.dim() not in (1, 2) or not indices.numel() or not is_integer:
-        raise _no_balancer(f"{indices.dtype} Tensor {list(indices.shape)}")
+        raise _no_balancer(f"{indices.dtype} tensor of shape {list(indices.shape)}")
     rows = indices.reshape(-1, indices.shape[-1]).cpu()
     seqlen = rows.shape[1]
     if not rows.eq(rows[:1]).all():
-        raise ValueError("the indices of load_balancer differ between batch rows; all rows must have one layout")
+        raise ValueError("the indices of load_balancer differ between batch rows: all rows must have the same layout")
     if not rows[0].sort().values.equal(torch.arange(seqlen, dtype=rows.dtype)):
         raise ValueError(f"the indices of load_balancer are not a permutation of 0 to {seqlen - 1}")
     if world < 1 or seqlen % world:
-        raise ValueError(f"load_balancer has {seqlen} tokens for {world} ranks; the shards must be equal")
+        raise ValueError(
+            f"load_balancer has {seqlen} tokens: the number of tokens must be a multiple of world, {world}"
+        )
     shards = rows[0].chunk(world)
     for rank, positions in enumerate(shards):
         if positions.diff().lt(1).any():
@@ -199,7 +202,8 @@ def load_balancer_layout(load_balancer: Any, world: int) -> Layout:
 
 
 def _no_balancer(kind: str) -> ValueError:
+    """Return the error for a ``load_balancer`` that is a ``kind`` of object without indices."""
     return ValueError(
-        f"load_balancer is a {kind}: it must be a load balancer of PyTorch or its indices [S] or [batch, S]. Without "
-        "a load balancer the layout is 'contiguous'."
+        f"load_balancer is a {kind}: it must be a load balancer of PyTorch, or its indices of shape [S] or [batch, S]. "
+        "Without a load balancer use the layout 'contiguous'."
     )

@@ -75,7 +75,9 @@ class DotProductAttention(nn.Module):
         if attention_type not in ("self", "cross"):
             raise ValueError(f"attention_type is {attention_type!r}: it must be 'self' or 'cross'")
         if return_max_logit:
-            raise NotImplementedError("return_max_logit is True; it must be False, the largest score is not returned")
+            raise NotImplementedError(
+                "return_max_logit is True: it must be False, because the kernels do not return the largest score"
+            )
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         self.kv_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         self.tp_size = tp_size
@@ -115,15 +117,17 @@ class DotProductAttention(nn.Module):
         """Set the ranks that share the tokens; with None, this rank holds all tokens."""
         check_comm_type(cp_comm_type)
         if isinstance(cp_group, (list, tuple)):
-            raise NotImplementedError("cp_group is a list, as for 'a2a+p2p'; pass one group")
+            raise NotImplementedError(
+                "cp_group is a list of groups: it must be one group, because 'a2a+p2p' is not supported"
+            )
         if cp_group is not None and not hasattr(cp_group, "rank"):
             raise ValueError(
-                f"cp_group is a {type(cp_group).__name__}: it must be a ProcessGroup, a LocalWorld member or None; "
-                "for a DeviceMesh pass mesh.get_group()"
+                f"cp_group is a {type(cp_group).__name__}: it must be a ProcessGroup, a LocalWorld member or None. "
+                "For a DeviceMesh pass mesh.get_group()."
             )
         ranks = dist.get_process_group_ranks(cp_group) if isinstance(cp_group, dist.ProcessGroup) else None
         if cp_global_ranks is not None and ranks is not None and list(cp_global_ranks) != ranks:
-            raise ValueError(f"cp_global_ranks is {cp_global_ranks}: cp_group has {ranks}")
+            raise ValueError(f"cp_global_ranks is {cp_global_ranks}: it must be {ranks}, the ranks of cp_group")
         strategy = getattr(load_balancing_strategy, "name", load_balancing_strategy)
         if strategy not in STRATEGIES:
             raise ValueError(f"load_balancing_strategy is {strategy!r}: it must be one of {', '.join(STRATEGIES)}")
@@ -183,14 +187,14 @@ class DotProductAttention(nn.Module):
         }  # fmt: skip
         for argument, value in refused.items():
             if value is not None and value is not False:
-                raise NotImplementedError(f"{argument} is given but not supported; leave it out")
+                raise NotImplementedError(f"{argument} is given, but ringattn does not support it; leave it out")
         if core_attention_bias_type != ("no_bias" if alibi_slopes is None else "alibi"):
             raise NotImplementedError(
-                f"core_attention_bias_type is {core_attention_bias_type!r}: it must be 'alibi' with alibi_slopes, else "
-                "'no_bias'"
+                f"core_attention_bias_type is {core_attention_bias_type!r}: it must be 'alibi' with alibi_slopes and "
+                "'no_bias' without"
             )
         if pad_between_seqs is False and not (cu_seqlens_q_padded is None or cu_seqlens_q_padded is cu_seqlens_q):
-            raise ValueError("pad_between_seqs is False with cu_seqlens_q_padded: leave one of them out")
+            raise ValueError("pad_between_seqs is False, but cu_seqlens_q_padded is given; leave one of them out")
         query, key, value = unpack_qkv(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         self._check_heads(query, key, value)
         mask_type = (attn_mask_type or self.attn_mask_type).replace(",", "_")
@@ -219,11 +223,11 @@ class DotProductAttention(nn.Module):
         heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size
         (key_dim, value_dim), shapes = self.kv_channels, [tuple(x.shape[-2:]) for x in (query, key, value)]
         if shapes != (expected := [(heads, key_dim), (groups, key_dim), (groups, value_dim)]):
-            raise ValueError(f"heads and head dims of query, key and value are {shapes}: they must be {expected}")
+            raise ValueError(f"query, key and value have (heads, head dim) {shapes}: they must have {expected}")
         if self.training and self.attention_dropout and self.tp_size > 1 and self.tp_group is None:
             raise ValueError(
-                f"tp_group is None with attention_dropout {self.attention_dropout} and tp_size {self.tp_size}; pass "
-                "tp_group, because dropout depends on global head indices"
+                f"tp_group is None with attention_dropout {self.attention_dropout} and tp_size {self.tp_size}. Pass "
+                "tp_group, because dropout depends on global head indices."
             )
 
 
@@ -236,7 +240,7 @@ def fit_window(window_size: Any, mask_type: str) -> Any:
             adapted = (-1, -1)
         case _:
             return window_size
-    warnings.warn(f"window_size is {window_size} with attn_mask_type {mask_type!r}; using {adapted}", stacklevel=4)
+    warnings.warn(f"window_size {window_size} does not fit attn_mask_type {mask_type!r}; using {adapted}", stacklevel=4)
     return adapted
 
 

@@ -61,7 +61,7 @@ IGNORED_MASK_KEYWORDS = (
 
 @dataclass
 class Sharding:
-    """Layout and ranks that :func:`sharded` sets; the default is a single rank."""
+    """Layout, ranks and documents that :func:`sharded` sets for the calls inside it; the default is a single rank."""
 
     layout: LayoutLike = None
     group: GroupLike = None
@@ -78,14 +78,14 @@ class Sharding:
         session = _session(self.group, device, self.ring)
         if self.layout is None and session.size > 1:
             raise ValueError(
-                f'{session.size} ranks and no layout: run the model inside `with sharded(model, "zigzag", group):` '
-                "with the group that shares a sequence, and pass it the batch from shard_batch"
+                f'layout is None with {session.size} ranks. Run the model in `with sharded(model, "zigzag", group):` '
+                "with the group that shares a sequence, and pass the batch from shard_batch to the model."
             )
         total = self.layout.seqlen if isinstance(self.layout, Layout) else tokens * session.size
         layout = session.resolve_layout(self.layout, total)
         expected = layout.lengths[session.rank]
         if expected != tokens:
-            raise ValueError(f"the layout gives rank {session.rank} {expected} tokens, got {tokens}")
+            raise ValueError(f"the model got {tokens} tokens: the layout gives rank {session.rank} {expected} tokens")
         return session, layout
 
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
@@ -112,10 +112,10 @@ class MaskSpec:
     checked_config: Any = None  # the last config that passed `_check_config`
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{NO_MASK_TENSOR}, and this model uses the attribute {name} of its mask")
+        raise AttributeError(f"this model uses the attribute {name} of its mask, but {NO_MASK_TENSOR}")
 
     def __radd__(self, scores: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError(f"{NO_MASK_TENSOR}, and this model adds its mask to the scores")
+        raise NotImplementedError(f"this model adds its mask to the scores, but {NO_MASK_TENSOR}")
 
     def check_positions(self, position_ids: torch.Tensor, tokens: int) -> None:
         """Raise ValueError if ``position_ids`` are not this rank's positions, which rotary embedding needs."""
@@ -126,9 +126,9 @@ class MaskSpec:
             session, _ = self.sharding.resolve(tokens, position_ids.device)
             with session.call():  # tells the other ranks why this rank does not join the call
                 raise ValueError(
-                    f"position_ids from token {first} are {position_ids[row, first : first + 4].tolist()}, expected "
-                    f"{expected[first : first + 4].tolist()}; pass the batch from shard_batch, and for documents "
-                    "the same cu_seqlens to sharded and shard_batch"
+                    f"position_ids from token {first} are {position_ids[row, first : first + 4].tolist()}. They "
+                    f"must be {expected[first : first + 4].tolist()}. Pass the batch from shard_batch, and for "
+                    "documents the same cu_seqlens to sharded and shard_batch."
                 )
         self.positions_checked = True
 
@@ -183,8 +183,8 @@ def sharded(
         _sharding.reset(token)
     if not sharding.tokens and _session(group, None, ring).size > 1:
         raise RuntimeError(
-            "no attention inside sharded() used ringattn; load the model with attn_implementation="
-            '"ringattn", or use a model that supports it'
+            "no attention inside sharded() used ringattn. Load the model with attn_implementation="
+            '"ringattn", or use a model that supports this argument.'
         )
 
 
@@ -224,7 +224,7 @@ def register() -> str:
         transformers.AttentionMaskInterface.register(NAME, mask_interface)
     except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
         raise ImportError(
-            f"transformers is {version}, and ringattn cannot read its mask functions ({error}); install 5.22 or 5.23"
+            f"transformers is {version}, whose mask functions ringattn cannot read ({error}). Install 5.22 or 5.23."
         ) from error
     return NAME
 
@@ -269,7 +269,7 @@ def parse_mask_function(mask_function: Callable[..., Any]) -> dict[str, Any]:
             fields: dict[str, Any] = {}
             for part in map(parse_mask_function, closure["mask_functions"]):
                 if repeated := fields.keys() & part.keys() - {"causal"}:
-                    raise NotImplementedError(f"a mask has two values of {sorted(repeated)}: {fields} and {part}")
+                    raise NotImplementedError(f"the mask sets {sorted(repeated)} twice: {fields} and {part}")
                 fields |= part
             return fields
     raise NotImplementedError(
@@ -289,19 +289,26 @@ def mask_interface(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> MaskSpec:
-    """Return the mask for the given arguments (transformers' mask interface)."""
+    """Return the mask of a model's attention as a :class:`MaskSpec` (transformers' mask interface).
+
+    Raises:
+        NotImplementedError: The mask is not causal, full, windowed, chunked or packed, or there is a cache.
+        ValueError: ``attention_mask`` hides tokens, or ``position_ids`` do not match the layout.
+    """
     if refused := kwargs.keys() - {*IGNORED_MASK_KEYWORDS}:
-        raise NotImplementedError(f'{sorted(refused)} of a mask is not supported by ringattn; use "eager" or "sdpa"')
+        raise NotImplementedError(
+            f'ringattn does not support {", ".join(sorted(refused))} of a mask; use "eager" or "sdpa"'
+        )
     if isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or kv_length != q_length:
         raise NotImplementedError(
-            f"{kv_length} keys from {kv_offset} for {q_length} queries from {q_offset}: ringattn does not support a "
-            'cache (pass use_cache=False, or generate with "sdpa") or cross-attention, and attention_mask must have '
-            "this rank's tokens only"
+            f"a mask has {kv_length} keys from position {kv_offset} and {q_length} queries from position {q_offset}. "
+            'ringattn does not support a cache (pass use_cache=False, or generate with "sdpa") or cross-attention, '
+            "and attention_mask must have this rank's tokens only."
         )
     if attention_mask is not None and not attention_mask.all():
         raise ValueError(
-            f"attention_mask hides {int((attention_mask == 0).sum())} tokens as padding; pack the documents without "
-            "padding and pass cu_seqlens to sharded and shard_batch"
+            f"attention_mask hides {int((attention_mask == 0).sum())} tokens as padding. Pack the documents without "
+            "padding and pass cu_seqlens to sharded and shard_batch."
         )
     sharding, device = _sharding.get(Sharding()), torch.device(device)
     fields = parse_mask_function(mask_function)
@@ -309,8 +316,8 @@ def mask_interface(
     packed = fields.pop("packed", None)
     if packed is not None and not (packed.diff() == (sharding.positions(q_length, device).diff() != 1)).all():
         raise ValueError(
-            "position_ids do not match the layout and cu_seqlens of sharded; pass the batch from shard_batch, and the "
-            "same layout and cu_seqlens to sharded and shard_batch"
+            "position_ids do not match the layout and cu_seqlens of sharded. Pass the batch from shard_batch, and the "
+            "same layout and cu_seqlens to sharded and shard_batch."
         )
     return MaskSpec(sharding, **fields)
 
@@ -322,17 +329,17 @@ def _check_config(config: Any) -> None:
     rope_types = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     layers = {*(getattr(config, "layer_types", None) or ())} - {*ATTENTION_LAYERS}
     reasons = {
-        f"positions: use rotary embedding or one of {', '.join(LEARNED_POSITIONS)}, because other models may count "
-        "tokens from the start of the shard": not rope and kind not in LEARNED_POSITIONS,
-        f"layer_types {sorted(layers)}: these layers mix tokens outside attention, within a shard only": layers,
-        "rope_type dynamic or longrope: the frequencies depend on the last position, which differs between ranks; use "
-        "yarn, linear or llama3": rope_types & {"dynamic", "longrope"},
-        "attn_temperature_tuning: it counts positions from the start of the shard": getattr(
+        f"positions. Use rotary embedding or one of {', '.join(LEARNED_POSITIONS)}, because other models may count "
+        "tokens from the start of the shard.": not rope and kind not in LEARNED_POSITIONS,
+        f"layer_types {sorted(layers)}, which mix tokens outside attention, but only within a shard": layers,
+        "rope_type dynamic or longrope, whose frequencies depend on the last position, which differs between ranks. "
+        "Use yarn, linear or llama3.": rope_types & {"dynamic", "longrope"},
+        "attn_temperature_tuning, which counts positions from the start of the shard": getattr(
             config, "attn_temperature_tuning", False
         ),
     }
     for reason in filter(reasons.get, reasons):
-        raise NotImplementedError(f"{kind} is not supported over several ranks, {reason}")
+        raise NotImplementedError(f"{kind} is not supported over several ranks because of its {reason}")
 
 
 def attention_interface(
@@ -358,18 +365,18 @@ def attention_interface(
         refused.add("output_attentions")
     if refused:
         raise NotImplementedError(
-            f'{sorted(refused)} in {model} is not supported by ringattn, nor attention weights; use "eager" or "sdpa"'
+            f'ringattn does not support {", ".join(sorted(refused))} in {model}; use "eager" or "sdpa"'
         )
     if attention_mask is None:  # the model builds no mask; do as transformers' sdpa does
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = MaskSpec(_sharding.get(Sharding()), causal)
     if not isinstance(attention_mask, MaskSpec):
         raise ValueError(
-            f"attention_mask is a {type(attention_mask).__name__} {list(attention_mask.shape)} in {model}: it must be "
-            "None or [batch, tokens] of ones; pass packed documents as cu_seqlens"
+            f"attention_mask in {model} is a {type(attention_mask).__name__} of shape {list(attention_mask.shape)}: it "
+            "must be None, or all ones of shape [batch, tokens]. Pass packed documents as cu_seqlens."
         )
     if sliding_window is not None and attention_mask.window_size == (-1, -1):
-        raise ValueError(f"sliding_window is {sliding_window} in {model}, but its mask has no window")
+        raise ValueError(f"sliding_window is {sliding_window} in {model}, but the mask of the model has no window")
     tokens, sharding = query.shape[2], attention_mask.sharding
     if key.shape[2] != tokens:
         raise NotImplementedError(
@@ -483,7 +490,7 @@ def shard_batch(
     session = _session(group, next((x.device for x in entries if isinstance(x, torch.Tensor)), None))
     comparing = session.size > 1 and check is not False
     if comparing and torch.utils.data.get_worker_info() is not None:  # a worker shares its parent's connections
-        raise ValueError(f"check is {check} in a worker process of a data loader; pass check=False there")
+        raise ValueError(f"check is {check} in a worker process of a data loader: it must be False there")
     history = _histories.setdefault(session.ring, BatchHistory())
     if comparing:
         history.calls += 1  # before the checks, so that a rank that rejects its batch still counts the call
@@ -507,7 +514,7 @@ def _check_batch(batch: Mapping[str, Any], cu_seqlens: Iterable[int] | torch.Ten
     for name, dims in TENSOR_DIMS.items():
         x = batch.get(name)
         if x is not None and not (isinstance(x, torch.Tensor) and x.dim() == dims):
-            got = f"a tensor {list(x.shape)}" if isinstance(x, torch.Tensor) else f"{x!r:.60}"
+            got = f"a tensor of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"{x!r:.60}"
             raise ValueError(f"{name} is {got}: it must be a tensor with {dims} dimensions")
     for name in ("num_items_in_batch", "max_length_q", "max_length_k"):
         number = batch.get(name)
@@ -515,20 +522,24 @@ def _check_batch(batch: Mapping[str, Any], cu_seqlens: Iterable[int] | torch.Ten
         if number is not None and not is_number:
             raise ValueError(f"{name} is {number!r:.60}: it must be an integer")
     if unknown := batch.keys() - BATCH_KEYS:
-        raise ValueError(f"batch has {sorted(unknown)}: shard_batch takes {', '.join(sorted(BATCH_KEYS))}")
+        raise ValueError(f"batch has {', '.join(sorted(unknown))}: it may have only {', '.join(sorted(BATCH_KEYS))}")
     padding = batch.get("attention_mask")
     if padding is not None and not padding.all():
         raise ValueError(
-            f"attention_mask {list(padding.shape)} is not [batch, tokens] of ones; pack the documents without padding "
-            "and pass cu_seqlens to sharded and shard_batch"
+            f"attention_mask of shape {list(padding.shape)} hides tokens as padding: it must be all ones. Pack the "
+            "documents without padding and pass cu_seqlens to sharded and shard_batch."
         )
     inputs = {name: batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None}
     if len(inputs) != 1:
-        raise ValueError(f"batch has {sorted(inputs)}: it must have input_ids or inputs_embeds")
+        raise ValueError(
+            f"batch has {' and '.join(inputs) or 'no input'}: it must have either input_ids or inputs_embeds"
+        )
     ((name, whole),) = inputs.items()
     for other in ("labels", "shift_labels"):
         if (labels := batch.get(other)) is not None and labels.shape != whole.shape[:2]:
-            raise ValueError(f"{other} is {list(labels.shape)}: it must be {list(whole.shape[:2])}, as {name} is")
+            raise ValueError(
+                f"{other} has shape {list(labels.shape)}: it must have {list(whole.shape[:2])}, the tokens of {name}"
+            )
     return _find_documents(batch, whole.shape[1], cu_seqlens)
 
 
@@ -546,7 +557,7 @@ def _find_documents(
             given[name] = Documents(torch.as_tensor(boundaries).tolist(), name).boundaries
     if (index := batch.get("seq_idx")) is not None:
         if index.shape != (1, tokens):
-            raise ValueError(f"seq_idx is {list(index.shape)}: it must be [1, {tokens}]")
+            raise ValueError(f"seq_idx has shape {list(index.shape)}: it must have [1, {tokens}]")
         given["seq_idx"] = (0, *(index[0].diff().nonzero()[:, 0] + 1).tolist(), tokens)
     for name, boundaries in given.items():
         if boundaries[-1] != tokens:
@@ -555,26 +566,29 @@ def _find_documents(
     for name, others in given.items():
         if differ := {*boundaries} ^ {*others}:
             here, there = (name, first) if min(differ) in others else (first, name)
-            raise ValueError(f"{here} begins a document at token {min(differ)}, and {there} does not: they must agree")
+            raise ValueError(f"{here} begins a document at token {min(differ)}, but {there} does not; they must agree")
     longest = max((end - start for start, end in pairwise(boundaries)), default=0)
     for name in ("max_length_q", "max_length_k"):
         if (most := batch.get(name)) is not None and int(most) < longest:
-            raise ValueError(f"{name} is {int(most)}: the longest document has {longest} tokens")
+            raise ValueError(
+                f"{name} is {int(most)}: it must be at least {longest}, the length of the longest document"
+            )
     return Documents(boundaries)
 
 
 def _boundaries_from_positions(position_ids: torch.Tensor, tokens: int) -> tuple[int, ...]:
     """Return the boundaries of the documents, in each of which ``position_ids`` must count from 0, in every row."""
     if position_ids.dim() != 2 or position_ids.shape[1] != tokens or not len(position_ids):
-        raise ValueError(f"position_ids is {list(position_ids.shape)}: it must be [batch, {tokens}]")
+        raise ValueError(f"position_ids has shape {list(position_ids.shape)}: it must have [batch, {tokens}]")
     rows = position_ids.cpu()
     boundaries = (0, *((rows[0, 1:] == 0).nonzero()[:, 0] + 1).tolist(), tokens)
     expected = torch.arange(tokens) - Documents(boundaries).document_bounds(torch.arange(tokens))[0]
     if (differ := rows != expected).any():
         row, token = differ.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids of row {row} is {int(rows[row, token])} at token {token}, expected {int(expected[token])}; "
-            "position_ids must count from 0 in every document, with the same documents in every row"
+            f"position_ids of row {row} is {int(rows[row, token])} at token {token}: it must "
+            f"be {int(expected[token])}. position_ids must count from 0 in every document, with the same documents in "
+            "every row."
         )
     return boundaries
 
@@ -587,7 +601,10 @@ def _compare_batches(
     documents: Documents,
     always: bool,
 ) -> None:
-    """Raise ValueError on every rank if the batches differ between ranks."""
+    """Raise ValueError on every rank if the ranks' batches differ in layout, shapes, documents or, if due, contents.
+
+    Contents are due for a new shape, in every 100th call, and in every call with ``always``.
+    """
     tensors = {name: batch[name] for name in SHARDED_KEYS if batch.get(name) is not None}
     # list missing entries, too, so that all ranks report the same first difference
     shapes = {f"the shape of {name}": None for name in SHARDED_KEYS} | {
@@ -609,7 +626,7 @@ def _compare_batches(
 
 
 def _cut(batch: Mapping[str, Any], layout: Layout, session: Session, documents: Documents) -> ShardedBatch:
-    """Return one rank's part of a checked batch."""
+    """Return this rank's part of a batch that :func:`_check_batch` has accepted."""
     name = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
     sharding = Sharding(layout, ring=session.ring, cu_seqlens=documents.boundaries)
     positions = sharding.positions(layout.lengths[session.rank], batch[name].device)

@@ -62,7 +62,7 @@ EXACT_KERNELS = (
 
 
 class _MeshCache:
-    """Mesh of the last ``set_seq_parallel_pg``."""
+    """Holder of the mesh that the last ``set_seq_parallel_pg`` created."""
 
     mesh: DeviceMesh | None = None
 
@@ -85,12 +85,13 @@ def set_seq_parallel_pg(
     degree = sp_ulysses_degree * sp_ring_degree
     if min(sp_ulysses_degree, sp_ring_degree) < 1 or world_size % degree:
         raise ValueError(
-            f"sp_ulysses_degree is {sp_ulysses_degree}, sp_ring_degree is {sp_ring_degree}: their product must divide "
-            f"world_size, {world_size}"
+            f"sp_ulysses_degree is {sp_ulysses_degree} and sp_ring_degree is {sp_ring_degree}. Their product must "
+            f"divide world_size, {world_size}."
         )
     if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         raise ValueError(
-            f"rank is {rank}, world_size is {world_size}: this is rank {dist.get_rank()} of {dist.get_world_size()}"
+            f"rank is {rank} and world_size is {world_size}, but torch.distributed has rank {dist.get_rank()} of "
+            f"{dist.get_world_size()} in this process"
         )
     ranks = torch.arange(world_size)
     if use_ulysses_low:
@@ -103,17 +104,17 @@ def set_seq_parallel_pg(
 
 @lru_cache
 def usp_layout(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
-    """Return the layout over all ranks of a mesh of ``rd`` x ``ud``, ring x Ulysses.
+    """Return the layout of ``seqlen`` tokens over a mesh of ``rd`` ring ranks x ``ud`` Ulysses ranks.
 
     Raises:
-        ValueError: ``ring_impl_type`` is unknown, or the ranks do not divide ``seqlen``.
+        ValueError: ``ring_impl_type`` is unknown, a degree is below 1, or the ranks do not divide ``seqlen``.
     """
     if ring_impl_type not in RING_LAYOUTS:
         raise ValueError(f"ring_impl_type is {ring_impl_type!r}: it must be one of {', '.join(RING_LAYOUTS)}")
     if min(rd, ud) < 1:
-        raise ValueError(f"rd is {rd}, ud is {ud}: both must be at least 1")
+        raise ValueError(f"rd is {rd} and ud is {ud}: both must be at least 1")
     if seqlen % (rd * ud):
-        raise ValueError(f"{seqlen} tokens are not divisible by the {rd * ud} ranks that share them")
+        raise ValueError(f"the sequence has {seqlen} tokens: it must have a multiple of {rd * ud}, the number of ranks")
     ring: Layout = getattr(Layout, str(RING_LAYOUTS[ring_impl_type]))(seqlen, rd)
     return Layout.from_positions(part for ring_rank in range(rd) for part in ring.positions(ring_rank).chunk(ud))
 
@@ -140,14 +141,14 @@ def _extract(
     mesh, degrees = _usp_mesh(group)
     rd, ud = degrees[0] if rd is None else rd, degrees[1] if ud is None else ud
     if value.ndim < 2:
-        raise ValueError(f"value is {list(value.shape)}: it must be [B, S, ...]")
+        raise ValueError(f"value has shape {list(value.shape)}: it must be [B, S, ...]")
     mine, size = group_rank_size(mesh)
     # the rank in torch.distributed differs from the rank in the mesh if use_ulysses_low is False
     process = mesh.get_rank() % size if isinstance(mesh, DeviceMesh) else mine
     if (world_size, rd, ud) != (size, *degrees) or rank % world_size not in (mine, process):
         raise ValueError(
-            f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}: this is rank {process} of {size}, "
-            f"{degrees[0]} x {degrees[1]} ranks"
+            f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}. They must be those of the mesh: rank "
+            f"{process}, world_size {size}, rd {degrees[0]}, ud {degrees[1]}."
         )
     return usp_layout(ring_impl_type, value.shape[1], rd, ud).shard(value, mine)
 
@@ -160,19 +161,22 @@ stripe_extract_local = EXTRACT_FUNC_DICT["strip"]
 
 
 def _usp_mesh(group: GroupLike) -> tuple[GroupLike, tuple[int, int]]:
-    """Return the mesh, and the number of ranks along its ring and its Ulysses dimension."""
+    """Return the mesh, and its numbers of ring ranks and of Ulysses ranks; None means :class:`_MeshCache`'s mesh."""
     mesh = _MeshCache.mesh if group is None else group
     dims = resolve_mesh(mesh)
     if dims is None:
         resolve_group(mesh)
-        raise ValueError("there is no mesh of ring x ulysses; call set_seq_parallel_pg first, or pass a mesh as group=")
+        raise ValueError(
+            "there is no mesh of ring x Ulysses. Call set_seq_parallel_pg first, or pass a mesh as group=."
+        )
     return mesh, (dims[0].size(), dims[1].size())
 
 
 def _check_attn_type(attn_type: object) -> None:
+    """Raise NotImplementedError if ``attn_type`` is not an exact kernel."""
     if getattr(attn_type, "value", attn_type) not in EXACT_KERNELS:
         raise NotImplementedError(
-            f"attn_type is {attn_type}: it must be one of the exact kernels, {', '.join(EXACT_KERNELS)}"
+            f"attn_type is {attn_type}: it must be an exact kernel, one of {', '.join(EXACT_KERNELS)}"
         )
 
 
@@ -235,13 +239,15 @@ class LongContextAttention(torch.nn.Module):
         super().__init__()
         indices, dims = (scatter_idx, gather_idx), (self.heads_dim, 1)
         if indices != dims:
-            raise ValueError(f"scatter_idx and gather_idx are {indices}: heads and tokens are dimensions {dims}")
+            raise ValueError(
+                f"scatter_idx and gather_idx are {indices}: they must be {dims}, the dimensions of heads and tokens"
+            )
         if use_sync:
             raise NotImplementedError("use_sync is True: it must be False, because the exchange is ordered by events")
         _check_attn_type(attn_type)
         if attn_processor is not None:
             raise NotImplementedError(
-                "attn_processor is given: it must be None; for sparse patterns see block_mask of ring_attention"
+                "attn_processor is given: it must be None. For sparse patterns use block_mask of ring_attention."
             )
         usp_layout(ring_impl_type, 0, 1, 1)
         self.ring_impl_type = ring_impl_type
@@ -319,7 +325,7 @@ class LongContextAttentionQKVPacked(LongContextAttention):
     ) -> Tensor:
         """Return ``[B, S, H, D]``; see :meth:`LongContextAttention.forward`."""
         if qkv.ndim != 5 or qkv.shape[2] != 3:
-            raise ValueError(f"qkv is {list(qkv.shape)}: it must be [B, S, 3, H, D]")
+            raise ValueError(f"qkv has shape {list(qkv.shape)}: it must be [B, S, 3, H, D]")
         q, k, v = qkv.unbind(2)
         return super().forward(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
 
@@ -334,9 +340,9 @@ class AsyncLongContextAttention(LongContextAttention):
 
 
 class UlyssesAttention(LongContextAttention):
-    """Variant of :class:`LongContextAttention` without a ring, in which rank u holds run u of equal runs.
+    """Variant of :class:`LongContextAttention` without a ring: rank u holds the u-th of equal contiguous runs.
 
-    ``sequence_process_group`` is a group or a mesh whose ring has one rank; None is the default group.
+    ``sequence_process_group`` is a group, or a mesh with one ring rank. None is the default group.
     """
 
     def __init__(
@@ -352,12 +358,12 @@ class UlyssesAttention(LongContextAttention):
         if self.degrees[0] > 1:
             raise ValueError(
                 f"sequence_process_group is a mesh of {self.degrees[0]} x {self.degrees[1]} ranks: its ring must have "
-                "one rank; use LongContextAttention for more"
+                "one rank. For more use LongContextAttention."
             )
 
 
 def _without_ring(group: GroupLike) -> GroupLike:
-    """Return a mesh whose ring has one rank, or ``group`` itself if it is a mesh."""
+    """Return a mesh of 1 ring rank x all ranks of ``group``, or ``group`` itself if it is a mesh."""
     if resolve_mesh(group) is not None:
         return group
     members: Group = resolve_group(group)
@@ -366,7 +372,7 @@ def _without_ring(group: GroupLike) -> GroupLike:
 
 @lru_cache
 def _one_row(group: dist.ProcessGroup) -> DeviceMesh:
-    """Return the mesh of 1 x all ranks of a group, created once per group."""
+    """Return the mesh of 1 ring rank x all ranks of ``group``, created once per group."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     device, row = "cuda" if torch.cuda.is_available() else "cpu", [dist.get_process_group_ranks(group)]
     return DeviceMesh.from_group([alone, group], device, row, mesh_dim_names=("ring", "ulysses"))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...reference.masks import MaskOptions
-from ...ring import Layout, Mask, visible_pairs
+from ...ring import Layout, Mask, ring_attention, single_rank, visible_pairs
 from ...ring.prepare import Layouts, mask_from_options
 from ...ring.schedule import mask as patterns
 from ...ring.schedule.mask import UNLIMITED, BlockMask, Longformer
@@ -20,6 +20,7 @@ from .flags import DTYPE_BYTES, PatternFlag, count_noun, size_text
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 Tensors = tuple[Tensor, ...]
 
+PROBE_TOKENS = 256
 BACKWARD_FLOPS = 2.5  # times the forward's: five matrix products instead of two
 
 
@@ -64,7 +65,7 @@ class AttentionConfig:
         return self.layout_by_name(self.layout)
 
     def layout_by_name(self, layout: str) -> Layout:
-        """Return the tokens in another layout."""
+        """Return the layout with this name, for this number of tokens and ranks."""
         result: Layout = getattr(Layout, layout)(self.seqlen, self.world)
         return result
 
@@ -109,7 +110,7 @@ class AttentionConfig:
         return tuple(torch.randn(shape, generator=generator).to(DTYPES[self.dtype]) for shape in self.shapes)
 
     def random_shard(self, rank: int, device: torch.device) -> Tensors:
-        """Return random q, k, v and dout of one rank's tokens on a device; each rank gets other values."""
+        """Return random q, k, v and dout of one rank's tokens on ``device``; every rank draws different numbers."""
         generator, length = torch.Generator(device).manual_seed(self.seed + rank), self.token_layout.lengths[rank]
         shapes = [(batch, length, *of) for batch, _, *of in self.shapes]
         options: dict[str, Any] = {"generator": generator, "device": device, "dtype": DTYPES[self.dtype]}
@@ -140,20 +141,37 @@ class AttentionConfig:
 
 
 def forward_backward(attend: Callable[..., Any], inputs: Sequence[Tensor], *gradients: Tensor) -> Tensors:
-    """Run ``attend`` on q, k and v and its backward; return out (and lse, if given), dq, dk and dv."""
+    """Run ``attend(*inputs)`` and its backward; return its outputs and the gradient of every input.
+
+    ``gradients`` are those of the outputs: dout, and dlse if ``attend`` also returns lse.
+    """
     leaves = [x.detach().requires_grad_() for x in inputs]
     output = attend(*leaves)
     results = output if isinstance(output, tuple) else (output,)
     return (*(x.detach() for x in results), *torch.autograd.grad(results, leaves, gradients))
 
 
+def backend_refusal(backend: str, problem: AttentionConfig, device: torch.device) -> str | None:
+    """Return why a backend does not compute a problem here, found by a small call on one rank, or None."""
+    small = replace(problem, seqlen=PROBE_TOKENS, world=1, batch=1)
+    *qkv, dout = small.random_shard(0, device)
+    attend: Any = partial(ring_attention, group=single_rank(), causal=problem.causal, backend=backend)
+    try:
+        forward_backward(attend, tuple(qkv), dout)
+    except torch.AcceleratorError:
+        raise  # the device is unusable
+    except Exception as refused:
+        return str(refused)
+    return None
+
+
 def forward_flops(pairs: int, *, heads: int, head_dim: int, head_dim_v: int | None = None, batch: int = 1) -> int:
-    """Return ``2 * pairs * (D + Dv) * H``, one operation per product and sum of ``q k^T`` and ``p v``."""
+    """Return ``2 * pairs * (D + Dv) * H * B``: the multiplications and additions of ``q k^T`` and ``p v``."""
     return 2 * pairs * (head_dim + (head_dim if head_dim_v is None else head_dim_v)) * heads * batch
 
 
 def random_boundaries(seqlen: int, mean: int, seed: int) -> list[int]:
-    """Draw document boundaries with exponentially distributed lengths; the last document ends at ``seqlen``."""
+    """Draw document boundaries for lengths that are exponentially distributed around ``mean``, from 0 to ``seqlen``."""
     if mean < 1:
         raise ValueError(f"documents is {mean}: the mean length must be at least 1 token")
     generator, boundaries = torch.Generator().manual_seed(seed), [0]
@@ -166,9 +184,9 @@ def random_boundaries(seqlen: int, mean: int, seed: int) -> list[int]:
 def document_boundaries(
     seqlen: int, cu_seqlens: Sequence[int] | None, documents: int | None, documents_seed: int | None
 ) -> Sequence[int] | None:
-    """Return the document boundaries that ``--cu-seqlens`` or ``--documents`` ask for."""
+    """Return ``cu_seqlens``, or boundaries drawn with the mean length ``documents``, or None if both are None."""
     if documents is None and documents_seed is not None:
-        raise ValueError("--documents-seed is given without --documents: it seeds the lengths of those documents")
+        raise ValueError("--documents-seed is given without --documents. Alone it has no effect.")
     if cu_seqlens is not None and documents is not None:
         raise ValueError("--cu-seqlens and --documents are both given: pass one of them")
     return random_boundaries(seqlen, documents, documents_seed or 0) if documents is not None else cu_seqlens
@@ -187,7 +205,7 @@ def build_pattern(seqlen: int, pattern: PatternFlag | None) -> BlockMask | Longf
 
 
 def mask_label(mask: Mask) -> str:
-    """Return a short description of a mask."""
+    """Return a description such as ``causal, window (4096, 0)``, or ``full``."""
     words = ["causal" if mask.causal else ""]
     words.append(f"window {mask.window}" if mask.window != (UNLIMITED, UNLIMITED) else "")
     words.append(f"{len(mask.documents.boundaries) - 1:,} documents" if mask.documents is not None else "")

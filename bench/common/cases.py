@@ -15,7 +15,7 @@ from .result import Result, Row
 
 
 class CaseUnavailableError(Exception):
-    """This machine lacks what the case needs. The case is skipped, and the message says what is missing."""
+    """Raised to skip a case on a machine that cannot run it; the message names what is missing."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class MeasuredNumber:
 
 
 def case_result(case: str, numbers: Sequence[MeasuredNumber], provenance: dict[str, Any]) -> Result:
-    """Build a result with one row per number and its labels as columns; report the numbers above their limit."""
+    """Build a result with one row per number and its labels as columns; numbers above their limit are its failures."""
     labels = dict.fromkeys(name for number in numbers for name in number.labels)
     units = dict.fromkeys(("number", "value", "unit", *labels, "limit", "spread", "note"), "")
     rows: list[Row] = [{"number": number.name, **vars(number), **number.labels} for number in numbers]
     rows = [{name: row[name] for name in units if name in row} for row in rows]
     failed = [
-        f"{number.name} ({', '.join(f'{name} {value}' for name, value in number.labels.items())}) is {number.value},"
-        f" at most {number.limit:.3g} allowed"
+        f"{number.name} ({', '.join(f'{name} {value}' for name, value in number.labels.items())}) is {number.value}."
+        f" At most {number.limit:.3g} is allowed."
         for number in numbers
         if number.fails
     ]
@@ -68,7 +68,7 @@ def poison_allocations() -> Iterator[None]:
 
 
 def relative_distance(ours: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Return the largest ``|a - b| / |b|`` of the pairs of tensors (Euclidean norm), or NaN if any is NaN."""
+    """Return the largest ``|ours - expected| / |expected|`` of all pairs of tensors (Euclidean norm), NaN if one is."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, expected, strict=True)]
     errors = torch.stack([((a - b).norm() / b.norm()).cpu() for a, b in pairs])
     return float(errors.max())

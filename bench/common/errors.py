@@ -36,7 +36,7 @@ class AttentionInputs(NamedTuple):
 
 
 class ErrorJudge(NamedTuple):
-    """Exact results and error limits of some key/value heads and their query heads, by result name."""
+    """Exact results and error limits, by result name, of the checked ``kv_heads`` and their query heads ``heads``."""
 
     kv_heads: tuple[int, ...]
     heads: tuple[int, ...]
@@ -45,13 +45,12 @@ class ErrorJudge(NamedTuple):
     limits: dict[str, float]  # largest errors allowed
 
     def errors(self, results: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the largest error of each result, given results of all heads."""
-        return self.head_errors(
-            {name: _select_heads(name, x, self.heads, self.kv_heads) for name, x in results.items()}
-        )
+        """Return the largest error of each result; ``results`` hold all heads."""
+        chosen = {name: _select_heads(name, x, self.heads, self.kv_heads) for name, x in results.items()}
+        return self.head_errors(chosen)
 
     def head_errors(self, head_results: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the largest error of each result, given results of the judged heads alone."""
+        """Return the largest error of each result; ``head_results`` hold only the checked heads."""
         return {name: _largest(x.detach().double() - self.exact[name].to(x.device)) for name, x in head_results.items()}
 
     def failing_results(self, errors: Mapping[str, float]) -> list[str]:
@@ -71,9 +70,10 @@ def judged_heads(batch: int, heads: int, kv_heads: int, rows: int, keys: int) ->
 
 
 def build_judge(tensors: AttentionInputs, options: MaskOptions, kv_heads: Sequence[int] | None = None) -> ErrorJudge:
-    """Compute the exact results and the error limits on the device of the inputs.
+    """Compute float64 results and error limits for the heads to check, on the device of the inputs.
 
-    ``kv_heads`` are the key/value heads to check; the default is all. If ``dlse`` is given, every row must see a key.
+    ``kv_heads`` are the indices of those key/value heads; None means all. ``options`` are the mask. If
+    ``tensors.dlse`` is given, every query row must see a key.
     """
     count, group = tensors.k.shape[2], tensors.q.shape[2] // tensors.k.shape[2]
     kv_heads = tuple(range(count) if kv_heads is None else kv_heads)
@@ -96,7 +96,7 @@ def _select_heads(name: str, x: Tensor, heads: Sequence[int], kv_heads: Sequence
 
 
 def reference_results(tensors: AttentionInputs, options: MaskOptions) -> dict[str, Tensor]:
-    """Compute the reference and its gradients in float64, block by block of queries."""
+    """Return float64 out, lse, dq, dk and dv of the reference by name, computed block by block of queries."""
     q, k, v, dout = (x.detach().double() for x in tensors[:4])
     out, dq, dk, dv = torch.empty_like(dout), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=q.dtype, device=q.device)
@@ -114,13 +114,13 @@ def reference_results(tensors: AttentionInputs, options: MaskOptions) -> dict[st
 
 
 def is_full_or_causal(options: MaskOptions) -> bool:
-    """Return True if the mask is plain full or plain causal."""
+    """Return True if ``options`` hold a full or a causal mask without a window, documents or other restrictions."""
     plain = MaskOptions(causal=False, window_size=(-1, -1), cu_seqlens=None, prefix_length=None, block_mask=None)
     return all(name == "causal" or value is plain.get(name) or value == (-1, -1) for name, value in options.items())
 
 
 def pytorch_results(tensors: AttentionInputs, options: MaskOptions) -> dict[str, Tensor]:
-    """Compute attention with PyTorch in the inputs' dtype; the gradient of lse comes from ``logsumexp``."""
+    """Return PyTorch's out, dq, dk, dv in the inputs' dtype by name; also lse (from ``logsumexp``) if dlse is given."""
     *inputs, dout = (x.detach().transpose(1, 2).contiguous() for x in tensors[:4])
     q, k, v = leaves = [x.requires_grad_() for x in inputs]
     causal, square, group = bool(options.get("causal")), is_full_or_causal(options), q.shape[1] // k.shape[1]
@@ -148,7 +148,7 @@ def pytorch_results(tensors: AttentionInputs, options: MaskOptions) -> dict[str,
 
 
 def _lse_of_operator(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor | None:
-    """Return lse from PyTorch's flash operator, or None if the operator does not take such inputs."""
+    """Return lse from PyTorch's flash operator, or None for fp32 on a GPU and for unequal head dims of q and v."""
     on_gpu = q.device.type == "cuda"
     if q.shape[-1] != v.shape[-1] or (on_gpu and q.dtype == torch.float32):
         return None

@@ -5,10 +5,13 @@ This module does not import torch, so that ``--help`` is fast.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
@@ -55,14 +58,12 @@ def parse_size_text(text: str) -> int:
     """Parse a size such as ``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024)."""
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(
-            f"{text!r} is not a size: it takes a whole number below 10^18, optionally followed by k, m or g"
-        )
+        raise typer.BadParameter(f"{text!r} is not a size. It takes a whole number below 10^18, or one with k, m or g.")
     return int(match[1]) * SUFFIXES[match[2]]
 
 
 def value_parser(kind: Validator, parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a typer parser that accepts values of one kind."""
+    """Return a typer parser that calls ``parse`` and checks the value by ``kind``; BadParameter if either fails."""
 
     def parser(text: str) -> Any:
         try:
@@ -88,16 +89,11 @@ def comma_list(parser: Callable[[str], T]) -> Callable[[str], list[T]]:
     return parse_list
 
 
-count, head_dim = (
-    value_parser(integer_between(1, MOST_SIZE), parse_size_text),
-    value_parser(integer_between(1, MAX_HEAD_DIM), parse_size_text),
-)
+count = value_parser(integer_between(1, MOST_SIZE), parse_size_text)
+head_dim = value_parser(integer_between(1, MAX_HEAD_DIM), parse_size_text)
 sizes, counts, head_dims = comma_list(parse_size_text), comma_list(count), comma_list(head_dim)
-dtype_name, wire_dtype, grad_wire_dtype = (
-    dtype_parser([*DTYPE_BYTES]),
-    dtype_parser(WIRE_DTYPES),
-    dtype_parser(GRAD_WIRE_DTYPES),
-)
+dtype_name = dtype_parser([*DTYPE_BYTES])
+wire_dtype, grad_wire_dtype = dtype_parser(WIRE_DTYPES), dtype_parser(GRAD_WIRE_DTYPES)
 dtype_names = comma_list(dtype_name)
 _LAYOUTS = f"{', '.join(LayoutName)} or the name of a .json file"
 layout = value_parser(Validator(_LAYOUTS, lambda text: Path(text) if text.endswith(".json") else LayoutName(text)), str)
@@ -107,12 +103,12 @@ def parse_window(text: str) -> tuple[int, int]:
     """Parse ``4k,0`` as (left, right); -1 means no limit on that side."""
     sides = [-1 if part.strip() == "-1" else parse_size_text(part) for part in text.split(",")]
     if len(sides) != 2:
-        raise typer.BadParameter(f"{text!r} is not a window: it takes LEFT,RIGHT, each a size, or -1 for no limit")
+        raise typer.BadParameter(f"{text!r} is not a window. It takes LEFT,RIGHT, each a size or -1 for no limit.")
     return sides[0], sides[1]
 
 
 class PatternFlag(NamedTuple):
-    """A block-sparse pattern by name, with the parameters of its builder."""
+    """Name of a block-sparse pattern in :data:`PATTERNS`, and the parameters of the function that builds it."""
 
     name: str
     parameters: dict[str, int]
@@ -130,31 +126,31 @@ def parse_pattern(text: str) -> PatternFlag:
     """Parse ``strided,block=128,stride=4k`` as a :class:`PatternFlag` with the parameters in :data:`PATTERNS`."""
     name, *pairs = [part.strip() for part in text.split(",")]
     if name not in PATTERNS:
-        raise typer.BadParameter(f"{name!r} is not a pattern: it takes one of {', '.join(PATTERNS)}")
+        raise typer.BadParameter(f"{name!r} is not a pattern. It takes one of {', '.join(PATTERNS)}")
     parameters = {key.strip(): parse_size_text(value) for key, _, value in (pair.partition("=") for pair in pairs)}
     if {*parameters} - {"seed"} != {*PATTERNS[name]} or ("seed" in parameters and name != "bigbird"):
         wanted = ",".join(f"{key}=SIZE" for key in PATTERNS[name]) + ("[,seed=SIZE]" if name == "bigbird" else "")
-        raise typer.BadParameter(f"{text!r} has other parameters than {name} takes: it takes {name},{wanted}")
+        raise typer.BadParameter(f"{text!r} has other parameters than {name} takes. Write {name},{wanted}.")
     return PatternFlag(name, parameters)
 
 
 def _target(value: Path | None) -> Path | None:
-    """Raise typer.BadParameter before any work if a file cannot be written; used as a typer callback."""
+    """Return ``value``; raise typer.BadParameter if the file cannot be written. Typer calls it before any work."""
     check_writable(value)
     return value
 
 
 def _stream(context: typer.Context, value: str | None) -> str | None:
-    """Check the target of --json or --csv; only one of them may be ``-``, standard output."""
+    """Return the target of --json or --csv; raise typer.BadParameter if it cannot be written or both are ``-``."""
     if value != "-":
         check_writable(value)
     elif "-" in context.params.values():
-        raise typer.BadParameter("--json and --csv are both -: only one of them can go to standard output")
+        raise typer.BadParameter("--json and --csv are both -. Only one of them can go to standard output.")
     return value
 
 
 def check_folder(flag: str, folder: Path) -> None:
-    """Raise typer.BadParameter if files cannot be written to a folder, without leaving anything behind."""
+    """Raise typer.BadParameter if files cannot be written to ``folder``, the value of ``flag``; leave no file."""
     created: list[Path] = []
     try:
         for part in reversed([folder, *folder.parents]):
@@ -195,12 +191,8 @@ LayoutOrFile = Annotated[
 ]
 TokensPerRank = Annotated[Any, typer.Option(parser=count, metavar="SIZE", help="Tokens per rank.")]
 DeviceFlag = Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available.")]
-Timer = Annotated[
-    str, typer.Option("--timer", metavar="|".join(TIMERS), help="How to time; default: events, on the CPU clock.")
-]
-RingTimer = Annotated[
-    str, typer.Option("--timer", metavar="|".join(RING_TIMERS), help="How to time; default: events, on the CPU clock.")
-]
+Timer = Annotated[str, typer.Option(metavar="|".join(TIMERS), help="Default: events; on the CPU, clock.")]
+RingTimer = Annotated[str, typer.Option(metavar="|".join(RING_TIMERS), help="Default: events; on the CPU, clock.")]
 WireDtype = Annotated[
     str | None,
     typer.Option(parser=wire_dtype, metavar="DTYPE", help=f"Send K/V as {' or '.join(WIRE_DTYPES)}."),
@@ -216,12 +208,10 @@ Json = Annotated[
 Csv = Annotated[str | None, typer.Option("--csv", metavar="FILE|-", callback=_stream, help="Write the rows as CSV.")]
 Trace = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="FILE", callback=_target, help="Write the timeline of every rank, for Perfetto."),
+    typer.Option(metavar="FILE", callback=_target, help="Write the timeline of every rank, for Perfetto."),
 ]
-Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", callback=_target, help="Write a picture.")]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", callback=_target, help="Plot the losses to a file.")
-]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", callback=_target, help="Write a picture.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", callback=_target, help="Plot the losses to a file.")]
 
 Causal = Annotated[bool, typer.Option("--causal/--full", help="Causal mask, or full attention.")]
 Window = Annotated[
@@ -230,26 +220,19 @@ Window = Annotated[
         parser=parse_window, metavar="LEFT,RIGHT", help="Keys visible left and right of the query; -1: no limit."
     ),
 ]
-CuSeqlens = Annotated[
-    Any, typer.Option("--cu-seqlens", parser=sizes, metavar="0,SIZE,…", help="Boundaries of packed documents.")
-]
+CuSeqlens = Annotated[Any, typer.Option(parser=sizes, metavar="0,SIZE,…", help="Boundaries of packed documents.")]
 MeanDocumentLength = Annotated[
     int | None,
     typer.Option(
-        "--documents",
         parser=parse_size_text,
         metavar="SIZE",
         help="Pack documents with exponential lengths of this mean.",
     ),
 ]
-DocumentsSeed = Annotated[
-    int | None, typer.Option("--documents-seed", help="Seed of the lengths that --documents draws; default: 0.")
-]
+DocumentsSeed = Annotated[int | None, typer.Option(help="Seed of the lengths that --documents draws; default: 0.")]
 SeqUsedK = Annotated[
     Any,
-    typer.Option(
-        "--seqused-k", parser=sizes, metavar="SIZE,…", help="Valid keys of each batch row; the rest are padding."
-    ),
+    typer.Option(parser=sizes, metavar="SIZE,…", help="Valid keys of each batch row; the rest are padding."),
 ]
 PrefixLength = Annotated[
     int | None,
@@ -260,7 +243,6 @@ PrefixLength = Annotated[
 BlockMaskPattern = Annotated[
     Any,
     typer.Option(
-        "--block-mask",
         parser=parse_pattern,
         metavar="NAME,KEY=SIZE,…",
         help="; ".join(f"{name}: {', '.join(keys)}" for name, keys in PATTERNS.items()) + ".",
@@ -268,15 +250,35 @@ BlockMaskPattern = Annotated[
 ]
 
 
+def expand_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` for typer, with one flag for every field of its parameters that are dataclasses."""
+    expanded, records = list[inspect.Parameter](), dict[str, Any]()
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        if is_dataclass(parameter.annotation):
+            records[name] = parameter.annotation
+            expanded += inspect.signature(records[name], eval_str=True).parameters.values()
+        else:
+            expanded.append(parameter.replace(kind=parameter.POSITIONAL_OR_KEYWORD))
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, record in records.items():
+            given[name] = record(**{field.name: given.pop(field.name) for field in fields(record)})
+        command(**given)
+
+    run.__signature__ = inspect.Signature(expanded)  # type: ignore[attr-defined]
+    return run
+
+
 def typed(context: typer.Context) -> dict[str, str]:
-    """Return the parameters given on the command line, by name, with their flags as spelled."""
+    """Return the flags that the command line has, by parameter name: ``{"kv_heads": "--kv-heads"}``."""
     sources = {name: context.get_parameter_source(name) for name in flag_spellings(context)}
     names = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
     return {name: flag for name, flag in flag_spellings(context).items() if name in names}
 
 
 def flag_spellings(context: typer.Context) -> dict[str, str]:
-    """Return the flag of every option, by parameter name."""
+    """Return the flags that the command knows, by parameter name; of several spellings the longest."""
     options = [option for option in context.command.params if option.param_type_name == "option"]
     return {option.name or "": max(option.opts, key=len) for option in options}
 
@@ -284,18 +286,14 @@ def flag_spellings(context: typer.Context) -> dict[str, str]:
 def check_mode(
     context: typer.Context, mode: str, mode_parameters: Collection[str], common_parameters: Collection[str] = ()
 ) -> None:
-    """Raise typer.BadParameter if a flag was given that has no effect in ``mode``.
+    """Raise typer.BadParameter if a flag was given that has no effect in ``mode``, such as ``on the CPU``.
 
-    ``mode_parameters`` and ``common_parameters`` name the parameters that have an effect. ``mode`` is part of the
-    error, as in ``on the CPU``.
+    ``mode_parameters`` and ``common_parameters`` name the parameters that have an effect.
     """
-    unused = [
-        flag
-        for name, flag in typed(context).items()
-        if name not in {*mode_parameters, *common_parameters, "json", "csv"}
-    ]
+    effective = {*mode_parameters, *common_parameters, "json", "csv"}
+    unused = [flag for name, flag in typed(context).items() if name not in effective]
     if unused:
-        raise typer.BadParameter(f"{', '.join(unused)} has no effect {mode}: leave it out")
+        raise typer.BadParameter(f"{', '.join(unused)} has no effect {mode}. Leave it out.")
 
 
 def check_needs(context: typer.Context, needs: Mapping[str, str]) -> None:
@@ -303,7 +301,7 @@ def check_needs(context: typer.Context, needs: Mapping[str, str]) -> None:
     given_flags, flags = typed(context), flag_spellings(context)
     for name, other in needs.items():
         if name in given_flags and other not in given_flags:
-            raise typer.BadParameter(f"{given_flags[name]} is given without {flags[other]}: it has no effect alone")
+            raise typer.BadParameter(f"{given_flags[name]} is given without {flags[other]}. Alone it has no effect.")
 
 
 def check_exclusive(context: typer.Context, *names: str) -> None:
@@ -314,9 +312,9 @@ def check_exclusive(context: typer.Context, *names: str) -> None:
 
 
 def read_layout(context: typer.Context, path: Path, *apart: str) -> Layout:
-    """Return the layout in a JSON file, an object with ``spans_per_rank`` of `Layout`.
+    """Return the layout in a JSON file, which holds an object with the argument ``spans_per_rank`` of `Layout`.
 
-    Raise typer.BadParameter if a parameter of ``apart`` was given too, or if the file holds no full layout.
+    Raise typer.BadParameter if a parameter named in ``apart`` was given too, or if the layout has gaps.
     """
     from ...kernels.json_files import read_object
     from ...ring import Layout
@@ -326,11 +324,11 @@ def read_layout(context: typer.Context, path: Path, *apart: str) -> Layout:
     try:
         fields = read_object(path)
         if [*fields] != ["spans_per_rank"]:
-            raise ValueError(f"it has {', '.join(fields) or 'no field'}: it must have only spans_per_rank")
+            raise ValueError(f"it has {', '.join(fields) or 'no field'}, and must have only spans_per_rank")
         layout = Layout(**fields)
         if not 0 < layout.seqlen == layout.reach:
             token_text = f"{layout.seqlen} tokens up to position {layout.reach - 1}" if layout.seqlen else "no token"
-            raise ValueError(f"it has {token_text}: it must have every position from 0 to its last one")
+            raise ValueError(f"it has {token_text}, and must have every position from 0 to its last one")
     except ValueError as error:
         raise typer.BadParameter(f"--layout is {path}: {error}") from None
     return layout
@@ -340,17 +338,17 @@ def resolve_kv_heads(heads: int, kv_heads: int | None) -> int:
     """Return ``--kv-heads``, or else ``--heads``; raise typer.BadParameter if it does not divide ``--heads``."""
     kv_heads = kv_heads or heads
     if heads % kv_heads:
-        raise typer.BadParameter(
-            f"--kv-heads is {kv_heads} and --heads is {heads}: --heads must be a multiple of --kv-heads"
-        )
+        raise typer.BadParameter(f"--heads is {heads}: it must be a multiple of --kv-heads, {kv_heads}")
     return kv_heads
 
 
 def check_chunks(chunks: Sequence[int], kv_heads: int) -> None:
-    """Raise typer.BadParameter if there are more chunks than key/value heads."""
+    """Raise typer.BadParameter if a number of chunks is not between 1 and the number of key/value heads."""
     if max(chunks) > kv_heads or min(chunks) < 1:
         listed = ",".join(map(str, chunks))
-        raise typer.BadParameter(f"--chunks is {listed}: it must be 1 to {kv_heads}, the number of key/value heads")
+        raise typer.BadParameter(
+            f"--chunks is {listed}: it must be between 1 and {kv_heads}, the number of key/value heads"
+        )
 
 
 def check_transport_flag(name: str, device: str, world: int) -> None:
@@ -363,17 +361,18 @@ def check_transport_flag(name: str, device: str, world: int) -> None:
         raise typer.BadParameter(f"--transport is {name!r}: it takes {', '.join([AUTO, *transport_names()])}")
     entry = find_transport(name)
     if device not in entry.devices:
-        raise typer.BadParameter(
-            f"--transport is {name}, for {' and '.join(entry.devices)}, and the device is {device}"
-        )
+        raise typer.BadParameter(f"--transport is {name}: it works on {' and '.join(entry.devices)}, not on {device}")
     if PROCESSES not in entry.ranks and world > 1:
         raise typer.BadParameter(
-            f"--transport is {name}, which works within one process, and --world is {world}: take auto"
+            f"--transport is {name}: it works only within one process. Use auto for {world} ranks."
         )
 
 
 def resolve_world(requested: int | None, default: int) -> int:
-    """Return the number of ranks: the launcher's, which ``--world`` must equal, or ``--world``, or the default."""
+    """Return the launcher's number of ranks; without a launcher, ``requested`` or else ``default``.
+
+    Raise typer.BadParameter if ``requested``, the value of ``--world``, is not the launcher's number.
+    """
     place = launched_rank()
     if place is None:
         return default if requested is None else requested
@@ -383,12 +382,12 @@ def resolve_world(requested: int | None, default: int) -> int:
 
 
 def resolve_threads(requested: int | None, world: int) -> int:
-    """Return the threads of each of ``world`` ranks: ``--threads``, or a rank's share of the cores."""
+    """Return the CPU threads of each rank: ``requested``, or this machine's cores divided by its ranks."""
     return requested or max(1, cores() // ranks_here(world))
 
 
 def parse_device_kind(text: str) -> str:
-    """Return ``cpu`` or ``cuda``; an empty text means cuda if it is available."""
+    """Return ``cpu`` or ``cuda``; an empty text means cuda if available. BadParameter for other texts."""
     import torch
 
     has_cuda = torch.cuda.is_available()
@@ -400,7 +399,7 @@ def parse_device_kind(text: str) -> str:
 
 
 def resolve_device(name: str | None = None) -> torch.device:
-    """Return the device to measure; raise typer.BadParameter if it is unknown or not available."""
+    """Return the CPU or the current GPU for ``--device``; typer.BadParameter if it is not available."""
     import torch
 
     kind = parse_device_kind(name or "")
@@ -408,7 +407,7 @@ def resolve_device(name: str | None = None) -> torch.device:
 
 
 def resolve_timer(kind: str, timer: str, supported: Sequence[str] = TIMERS) -> str:
-    """Return ``timer``, or the default of this kind of device; raise typer.BadParameter if it does not fit."""
+    """Return ``timer``, or if empty the default of ``kind`` (cpu or cuda); BadParameter if ``kind`` lacks it."""
     default = "events" if kind == "cuda" else "clock"
     known = supported if kind == "cuda" else (default,)
     if (timer or default) not in known:
@@ -417,7 +416,7 @@ def resolve_timer(kind: str, timer: str, supported: Sequence[str] = TIMERS) -> s
 
 
 def resolve_ring_timer(device: str, timer: str) -> str:
-    """Return the timer of a ring on this kind of device; raise typer.BadParameter if it does not fit."""
+    """Return the timer for a whole ring on ``device`` (cpu or cuda), as :func:`resolve_timer` does."""
     return resolve_timer(device, timer, RING_TIMERS)
 
 

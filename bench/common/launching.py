@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 def run_process_group(world: int, measure: Callable[..., T], *arguments: object, device: str = "cpu") -> T:
-    """Call ``measure(place, device, *arguments)`` on every rank of a process group.
+    """Call ``measure(place, device, *arguments)`` on every rank of a process group and return its result.
 
-    Under a launcher, every process returns its own result. Otherwise ``world`` new processes are the ranks, and rank
-    0's result is returned. If a rank fails, its error is printed and typer.Exit raised. ``measure`` must be a function
-    at module level.
+    Under a launcher, every process returns its own result. Otherwise ``world`` new processes are the ranks, and the
+    result is rank 0's. If a rank fails, print its error and raise typer.Exit. ``place`` is the rank's `LaunchedRank`,
+    and ``device`` its device of the kind ``device`` (cpu or cuda). ``measure`` must be a function at module level.
     """
     if launched_rank() is not None:
         return _in_group(device, measure, arguments)
@@ -75,7 +75,7 @@ def launch_processes(world: int, entry: Callable[..., T], *arguments: object) ->
 def start_processes(
     world: int, entry: Callable[..., Any], *arguments: object
 ) -> Iterator[tuple[Path, list[subprocess.Popen[bytes]]]]:
-    """Yield the folder for results and the processes of :func:`launch_processes`; kill them at the end."""
+    """Start ``world`` processes that call ``entry(*arguments)``; yield their folder and them, then kill them."""
     import torch
     from torch._C._distributed_c10d import TCPStore
 
@@ -103,7 +103,7 @@ def start_processes(
 
 
 def run_rank(folder: str, parent: int) -> None:
-    """Run one process of :func:`launch_processes`; write rank 0's result, or the traceback of any rank, to a file."""
+    """Run one process of :func:`start_processes`; write rank 0's result, or any rank's traceback, into ``folder``."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     if os.getppid() != parent:
         sys.exit(1)
@@ -118,7 +118,7 @@ def run_rank(folder: str, parent: int) -> None:
 
 
 def gpu_sharing_environment(ranks: int, gpus: int) -> dict[str, str]:
-    """Return the environment in which ranks share fewer GPUs by NCCL 2.30 or later; empty if each has its own."""
+    """Return the variables with which NCCL 2.30 lets ``ranks`` share fewer ``gpus``; empty if each rank has its own."""
     # NCCL's documentation asks for a limit if more than two ranks share a GPU. It overrides Limits.
     bound = {"NCCL_MAX_CTAS": "4"} if ranks > 2 * gpus else {}
     defaults = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **bound} if 0 < gpus < ranks else {}

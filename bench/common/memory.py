@@ -76,10 +76,10 @@ def _resident(field: str) -> int:
 
 @contextlib.contextmanager
 def return_freed_memory(device: torch.device) -> Iterator[None]:
-    """Let glibc on the CPU return every large block when it is freed, so that resident memory is memory in use.
+    """Make glibc return freed blocks at once inside the block, so that resident memory is memory in use (CPU only).
 
-    By default glibc keeps freed blocks for later. The default returns at the end, because mapping every block is slow.
-    Run warm-ups inside: glibc keeps the blocks that it cached before.
+    At the end glibc keeps freed blocks again, because mapping every block is slow. Run warm-ups inside, because glibc
+    does not return the blocks that it kept before.
     """
     with contextlib.suppress(OSError, AttributeError):  # with another C library the numbers are upper bounds
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES if device.type == "cpu" else KEPT_BYTES)
@@ -92,19 +92,19 @@ def return_freed_memory(device: torch.device) -> Iterator[None]:
 
 
 class MemoryNeeds(NamedTuple):
-    """Bytes that a measurement needs: on the host in all, and on each GPU."""
+    """Bytes that a measurement needs: of all processes on the host, and on each GPU."""
 
     host: int
     gpu: int = 0
 
 
 def tensor_needs(device: torch.device, nbytes: int) -> MemoryNeeds:
-    """Return the needs of ``nbytes`` of tensors of this process."""
+    """Return the needs of tensors of ``nbytes`` on ``device``, in one process."""
     return MemoryNeeds(0, nbytes) if device.type == "cuda" else MemoryNeeds(nbytes)
 
 
 def rank_needs(bytes_per_rank: int, device: torch.device, ranks_here: int) -> MemoryNeeds:
-    """Return the needs of the ranks of one machine; ranks share GPUs if there are fewer GPUs than ranks."""
+    """Return the needs of ``ranks_here`` processes on one machine; they share GPUs if there are fewer GPUs."""
     processes = ranks_here * PROCESS_BYTES
     if device.type == "cpu":
         return MemoryNeeds(processes + ranks_here * bytes_per_rank)
@@ -139,13 +139,8 @@ def check_size_fits(
 ) -> None:
     """Raise typer.BadParameter if a size needs more than 90% of this machine's free memory, naming a size that fits.
 
-    Args:
-        option: The flag that sets the size.
-        size: The requested size.
-        needed_for: Returns the needs of this machine for a size.
-        device: The device to measure.
-        unit: Unit of the size, such as ``tokens``.
-        step: The size that fits is a multiple of ``step``.
+    ``option`` is the flag that sets ``size``, and ``unit`` what it counts, such as ``tokens``. ``needed_for`` returns
+    the needs of this machine for a size. The named size is a multiple of ``step``.
     """
     if refusal := size_refusal(size, needed_for, free_memory_here(device), unit=unit, step=step):
         raise typer.BadParameter(f"{option}: {refusal}")
@@ -160,8 +155,8 @@ def check_ranks_fit(
 ) -> None:
     """Raise typer.BadParameter if an attention over ranks does not fit into this machine's free memory.
 
-    ``option`` sets the tokens in all, or with ``per_rank`` those of each rank. ``needed_for`` returns the tensor bytes
-    of each rank, or the needs of all ranks of this machine.
+    ``option`` is the flag that sets the total tokens, or with ``per_rank`` the tokens of each rank. ``needed_for``
+    returns the bytes of one rank's tensors, or the needs of all ranks of this machine.
     """
     device, local_ranks, tokens = torch.device(config.device), ranks_here(config.world), config.world if per_rank else 1
 
@@ -181,7 +176,7 @@ def size_refusal(
     def excess(count: int) -> list[str]:
         wanted, names = needed_for(count), ("memory", "GPU memory")
         return [
-            f"{nbytes / GB:.1f} GB of {name}, {available / GB:.1f} GB are free"
+            f"{nbytes / GB:.1f} GB of {name} with {available / GB:.1f} GB free"
             for name, nbytes, available in zip(names, wanted, free, strict=True)
             if nbytes > MAX_MEMORY_SHARE * available
         ]
@@ -191,5 +186,5 @@ def size_refusal(
         return None
     steps = range(1, -(-size // step))
     largest = step * bisect_left(steps, True, key=lambda number: bool(excess(number * step)))
-    fits = f"{size_text(largest)} fits" if largest else f"not even {size_text(step)} fits"
-    return f"{size:,} {unit} take {' and '.join(reasons)}: {fits}"
+    fits = f"{size_text(largest)} fits" if largest else f"Not even {size_text(step)} fits"
+    return f"{size:,} {unit} take {' and '.join(reasons)}. {fits}."

@@ -38,7 +38,10 @@ class BytesPerElement(NamedTuple):
 
 
 def candidate_rows(e: int) -> dict[str, BytesPerElement]:
-    """Return each candidate's bytes per element; 4e are q, k, v, dout, out, dq, dk and dv."""
+    """Return the bytes of a forward and backward by candidate, for elements of ``e`` bytes.
+
+    4 e per element of q are q, dout, out and dq; 4 e per element of k are k, v, dk and dv.
+    """
     return {
         OURS: BytesPerElement(4 * e + FP32, 5 * e),  # dQ in fp32, dK/dV of a chunk; slots are extra
         # two buffers of K/V; dK/dV accumulators sent and received; dK/dV of a block; dQ in fp32 and of a block
@@ -47,44 +50,42 @@ def candidate_rows(e: int) -> dict[str, BytesPerElement]:
         ALL_GATHER: BytesPerElement(4 * e + FP32, 4 * e, 0, 2 * e + 3 * FP32),
         # a second copy of everything split by heads, gradients in fp32, and two tensors in transit
         ULYSSES: BytesPerElement(9 * e + FP32, 6 * e + 2 * FP32),
-        LUCIDRAINS: BytesPerElement(
-            4 * e + 2 * FP32, 4 * e + 8 * FP32
-        ),  # K/V in transit, fp32 results; scores are extra
+        # K/V in transit, fp32 results; scores are extra
+        LUCIDRAINS: BytesPerElement(4 * e + 2 * FP32, 4 * e + 8 * FP32),
         ONE_DEVICE: BytesPerElement(0, 0, 4 * e, 4 * e),
         ALL_CORES: BytesPerElement(0, 0, 4 * e, 4 * e),
     }
 
 
 def forward_rows(e: int) -> dict[str, BytesPerElement]:
-    """Return the rows of a forward without gradients; the 2e of a row are q, out, k and v."""
+    """Return the bytes of a forward without gradients by candidate; 2 e of them are q and out, or k and v."""
     return {
         OURS: BytesPerElement(2 * e + FP32, 2 * e),  # the running out in fp32; slots are extra
         # two buffers of K/V; the running out, two tensors of a merge, out of a block
         BASELINE: BytesPerElement(2 * e + 3 * FP32, 6 * e),
-        ALL_GATHER: BytesPerElement(
-            2 * e, 2 * e, 0, 3 * e
-        ),  # K/V of all tokens, one of them a second time in rank order
+        # K/V of all tokens, one of them a second time in rank order
+        ALL_GATHER: BytesPerElement(2 * e, 2 * e, 0, 3 * e),
         ULYSSES: BytesPerElement(6 * e, 4 * e),  # a second copy split by heads, two tensors in transit
     }
 
 
 def mesh_name(degree: int, world: int) -> str:
-    """Return the name of a mesh: Ulysses over ``degree`` ranks, and a ring over the groups."""
+    """Return the name of a mesh, such as ``Ulysses 8 x ring 2`` for 16 ranks of which 8 exchange heads."""
     return f"{ULYSSES} {degree} x ring {world // degree}"
 
 
 def exchange_degree(name: str) -> int | None:
-    """Return the number of ranks that exchange heads, from an ``mesh_name``; None for other names."""
+    """Return the degree in a name that :func:`mesh_name` made; None for other names."""
     return int(name.split()[1]) if name.startswith(f"{ULYSSES} ") else None
 
 
 def candidate_kind(name: str) -> str:
-    """Return a candidate's name without its layout."""
+    """Return ``ringattn`` for our ring in any layout, and other candidates' names unchanged."""
     return OURS if name.startswith(f"{OURS} ") else name
 
 
 def elements_per_token(config: AttentionConfig) -> tuple[int, int]:
-    """Return the elements per token of q and of k."""
+    """Return the elements of q and of k per token position, over all batch rows."""
     return config.batch * config.heads * config.head_dim, config.batch * config.kv_heads * config.head_dim
 
 
@@ -98,13 +99,13 @@ def shard_tokens(config: AttentionConfig) -> int:
 
 
 def input_bytes(config: AttentionConfig) -> int:
-    """Return the bytes per token of q, k, v and dout."""
+    """Return the bytes of q, k, v and dout together per token position."""
     return 2 * sum(elements_per_token(config)) * element_bytes(config)
 
 
 @dataclass(frozen=True)
 class RingForm:
-    """Settings of one of our rings that change its memory."""
+    """Settings of a ``Ring`` that change its memory."""
 
     two_level: bool = False
     slots: int = KV_SLOTS
@@ -116,7 +117,7 @@ PLAIN_RING = RingForm()
 
 
 def ring_parts(config: AttentionConfig, form: RingForm = PLAIN_RING, *, backward: bool = True) -> dict[str, int]:
-    """Return the peak memory of a rank of our ring, as bytes by purpose, with or without a backward."""
+    """Return the bytes of a rank of our ring by purpose, at the peak of a forward with or without a backward."""
     (q, k), e, n = elements_per_token(config), element_bytes(config), shard_tokens(config)
     if not backward:
         own = {"q, k, v and out": n * input_bytes(config), "carried out, fp32": n * q * FP32}
@@ -164,10 +165,9 @@ def ring_slots(config: AttentionConfig, form: RingForm = PLAIN_RING, *, backward
 
 
 def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_RING, *, backward: bool = True) -> int:
-    """Return the bytes of one rank with inputs and results, by the kind of a candidate.
+    """Return the peak bytes of one rank of a candidate of this kind, with inputs and results.
 
-    Unknown kinds count as the baseline ring. ``backward=False`` counts a forward alone, for the kinds of
-    :func:`forward_rows`.
+    An unknown ``kind`` counts as the baseline ring. ``backward=False`` counts a forward alone.
     """
     if (degree := exchange_degree(kind)) is not None:
         return mesh_bytes(config, degree, form, backward=backward)
@@ -184,7 +184,7 @@ def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_R
 
 
 def mesh_bytes(config: AttentionConfig, degree: int, form: RingForm = PLAIN_RING, *, backward: bool = True) -> int:
-    """Return the bytes of a rank of a mesh: Ulysses over ``degree`` ranks with repeated heads, and a ring's slots."""
+    """Return the bytes of a rank of a mesh where ``degree`` ranks exchange heads; scarce key heads are repeated."""
     e, kv_heads = element_bytes(config), max(1, config.kv_heads // degree)
     group = replace(config, world=config.world // degree, heads=config.heads // degree, kv_heads=kv_heads)
     repeated = kv_heads * degree - config.kv_heads
@@ -196,28 +196,27 @@ def mesh_bytes(config: AttentionConfig, degree: int, form: RingForm = PLAIN_RING
 
 
 def settings_bytes(config: AttentionConfig, slots: Sequence[int]) -> int:
-    """Return the bytes of a rank of ``bench overlap``, given the slots of every setting.
+    """Return the bytes of a rank of ``bench overlap``; ``slots`` has the number of slots of every setting.
 
-    Every setting has its own inputs, out, lse and slots. One step runs at a time: a backward's fp32 dQ, its chunks
-    before they are joined, dK and dV, or the inputs drawn in fp32.
+    Every setting keeps its own inputs, out, lse and slots. In addition one step runs at a time. It needs a backward's
+    fp32 dQ, the chunks before they are joined, dK and dV, or the inputs drawn in fp32.
     """
     (q, k), e = elements_per_token(config), element_bytes(config)
     per_setting = input_bytes(config) + q * e + config.batch * config.heads * FP32
     rings = [0 if config.world == 1 else 2 * k * (count * e + DKV_SLOTS * FP32) for count in slots]
     running = max(q * (FP32 + 2 * e) + 3 * k * e, 2 * (q + k) * FP32)
-    return shard_tokens(config) * (sum(per_setting + slot_bytes for slot_bytes in rings) + running) + flush_bytes(
-        config.device
-    )
+    kept = sum(per_setting + slot_bytes for slot_bytes in rings)
+    return shard_tokens(config) * (kept + running) + flush_bytes(config.device)
 
 
 def tuned_bytes(config: AttentionConfig, rings: int) -> int:
-    """Return the bytes of a rank of ``tune --ring``, where chunks are joined and all rings keep their slots."""
+    """Return the bytes of a rank of ``tune --ring``, which keeps the slots of ``rings`` rings and joins chunks."""
     joined = 2 * shard_tokens(config) * elements_per_token(config)[0] * element_bytes(config)
     return candidate_bytes(OURS, config) + joined + (rings - 1) * ring_slots(config)
 
 
 def judged_bytes(config: AttentionConfig, seqlen: int | None = None) -> int:
-    """Return the bytes for judging the chosen heads: of float64 and a block's scores, or of PyTorch."""
+    """Return the bytes to judge results: float64 results and a block's scores, or PyTorch's results if larger."""
     n = config.seqlen if seqlen is None else seqlen
     chosen = len(judged_heads(config.batch, config.heads, config.kv_heads, n, n))
     heads, dims = chosen * config.heads // config.kv_heads, config.head_dim + config.value_dim
@@ -227,18 +226,20 @@ def judged_bytes(config: AttentionConfig, seqlen: int | None = None) -> int:
     plain = 2 * elements_once * element_bytes(config)
     if not config.is_plain:
         masks = 1 if config.mask.used is None else config.batch
-        plain += masks * n**2 * (element_bytes(config) + DENSE_MASK) + config.batch * n * heads * dims * element_bytes(
-            config
-        )
+        e = element_bytes(config)
+        plain += masks * n**2 * (e + DENSE_MASK) + config.batch * n * heads * dims * e
     return elements_once * FP64 + max(elements_once * FP64 + JUDGED_BLOCKS * block, plain)
 
 
 def kernels_bytes(config: AttentionConfig, seqlen: int, ours: int, theirs: int, product_side: int) -> int:
-    """Return the bytes of ``bench kernels``: inputs, kept tensors, one running contender, float64 results."""
+    """Return the bytes of ``bench kernels`` for ``ours`` contenders of ours and ``theirs`` others.
+
+    They are inputs, tensors that contenders keep, one running contender, float64 results, and a matrix product of
+    ``product_side`` squared.
+    """
     e, tokens, dims = element_bytes(config), config.batch * seqlen, config.head_dim + config.value_dim
-    input_bytes = (
-        tokens * (config.heads + config.kv_heads) * dims * e
-    )  # q, k, v, dout; out, dq, dk, dv have the same size
+    # q, k, v and dout; out, dq, dk and dv have the same size
+    input_bytes = tokens * (config.heads + config.kv_heads) * dims * e
     out, row = tokens * config.heads * config.value_dim, tokens * config.heads * FP32
     kept_bytes = ours * (out * (e + FP32) + 3 * row) + theirs * (input_bytes + out * e + row)
     running = input_bytes + tokens * config.heads * config.head_dim * FP32
@@ -249,7 +250,7 @@ def kernels_bytes(config: AttentionConfig, seqlen: int, ours: int, theirs: int, 
 
 
 def trained_bytes(tokens: int, layers: int, q: int, k: int, e: int) -> int:
-    """Return the bytes of the ``demo`` decoder on the whole sequence: tensors its layers keep, then both ends."""
+    """Return the bytes of the decoder of ``demo``, with ``q`` and ``k`` elements of ``e`` bytes per token."""
     return tokens * e * (layers * (15 * q + 4 * k) + 6 * q + LOGITS_AT_ONCE * VOCABULARY_SIZE)
 
 

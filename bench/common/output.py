@@ -16,25 +16,25 @@ from .ranks import launched_rank
 
 
 def is_printing_rank() -> bool:
-    """Return True if this process prints and writes: the only process, or rank 0 under a launcher."""
+    """Return True if this process prints and writes files: without a launcher, or on rank 0."""
     place = launched_rank()
     return place is None or place.rank == 0
 
 
 def check_writable(*targets: str | Path | None) -> None:
-    """Raise typer.BadParameter if a target has no folder, or is a folder, a link, a special file or ``-``."""
+    """Raise typer.BadParameter for a file that cannot be written: no folder, a folder, a link, a device or ``-``."""
     for target in targets:
         path, reason = Path(str(target)), ""
         if target is None:
             continue
         if str(target) == "-":
-            reason = "only --json and --csv can go to standard output; name a file"
+            reason = "only --json and --csv can go to standard output. Name a file."
         elif not path.absolute().parent.is_dir():
-            reason = f"there is no folder {path.parent}"
+            reason = f"there is no folder {path.parent}."
         elif path.is_dir():
-            reason = "it is a folder; name a file in it"
+            reason = "it is a folder. Name a file in it."
         elif path.is_symlink() or (path.exists() and not path.is_file()):
-            reason = "it is a link or not a regular file; name another file, or -"
+            reason = "it is a link or not a regular file. Name another file."
         if reason:
             raise typer.BadParameter(f"cannot write {target}: {reason}")
 
@@ -46,7 +46,7 @@ def write_file(target: str | Path, data: str | bytes) -> None:
         check_writable(target)
         Path(target).write_bytes(data.encode() if isinstance(data, str) else data)
     except OSError as error:
-        raise typer.BadParameter(f"cannot write {target}: {error.strerror}") from None
+        raise typer.BadParameter(f"cannot write {target}: {error.strerror}.") from None
 
 
 def write_json(target: str | Path, data: object, indent: int | None = 2) -> None:

@@ -54,12 +54,8 @@ def delay_secondary_errors() -> Iterator[None]:
     """Delay an error that another rank's end may have caused, so that the original error is reported first."""
     try:
         yield
-    except (
-        NotImplementedError,
-        torch.OutOfMemoryError,
-        typer.Exit,
-    ):  # RuntimeErrors that only this rank can have caused
-        raise
+    except (NotImplementedError, torch.OutOfMemoryError, typer.Exit):
+        raise  # a RuntimeError that only this rank can have caused
     except RuntimeError:  # gloo reports a closed connection as a plain RuntimeError
         time.sleep(CONSEQUENCE_DELAY)
         raise
@@ -87,8 +83,8 @@ def _address(place: LaunchedRank) -> str:
     if first := re.match(r"(?:[^,\[]|\[[^]]*\])+", os.environ.get("SLURM_STEP_NODELIST", "")):
         return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])  # gpu[03-05,9],login becomes gpu03
     raise ValueError(
-        f"MASTER_ADDR is not set, but only {place.local_world} of {place.world} ranks are on this machine: "
-        "set it to the host of rank 0 (mpirun -x MASTER_ADDR=host)"
+        f"MASTER_ADDR is not set, and only {place.local_world} of {place.world} ranks are on this machine. "
+        "Set it to the host of rank 0 (mpirun -x MASTER_ADDR=host)."
     )
 
 

@@ -12,12 +12,12 @@ from typing import Any
 LINE_INTERVAL = 10.0  # seconds between two lines, so that a short command prints none
 
 Progress = Callable[[str, int | None], None]
-"""Called with a part's name, and with the number of steps to add, or None when a step is done."""
+"""Function of a part's name, and of the number of steps to add to the part, or None when a step is done."""
 
 
 @contextmanager
 def progress(*, silent: bool = False) -> Iterator[Progress]:
-    """Yield a callback for steps; show one bar per part, or print a line every ten seconds without a terminal."""
+    """Yield a `Progress` to report steps to; show a bar per part, or without a terminal a line every ten seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars

@@ -27,7 +27,7 @@ PACKAGES = ("torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "ring-at
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Return everything that a number on ``device`` depends on apart from its case, as JSON data."""
+    """Return what a number measured on ``device`` depends on, as JSON data: command, date, code, versions, machine."""
     return {
         "command": typed_command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -61,7 +61,7 @@ def source_digest() -> str:
 
 
 def git() -> dict[str, Any]:
-    """Return the commit and whether files are modified; None if the package is not in its own checkout."""
+    """Return ``commit`` and whether files are ``modified``; both None if the package is not in its own checkout."""
 
     def ask(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -119,7 +119,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
 
 
 def topology(device: torch.device) -> dict[str, Any]:
-    """Return network adapters, and on a GPU (which starts CUDA and NVML) the links between GPUs."""
+    """Return the network adapters; for a GPU also the number of GPUs and the links between them, from NVML."""
     nics = {nic.name: None if nic.gigabits is None else f"{nic.gigabits:g} Gbit/s" for nic in nvml.list_host_nics()}
     if device.type != "cuda":
         return {"nics": nics}

@@ -28,7 +28,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """This process among those that a launcher started."""
+    """This process among those that a launcher started: its rank in the job and on its machine."""
 
     rank: int
     world: int
@@ -43,9 +43,7 @@ class LaunchedRank:
         gpus = torch.cuda.device_count()
         own = gpus == 1 and TORCHRUN not in os.environ  # srun and mpirun may show each rank only its own GPU
         if 0 < gpus <= self.local_rank and not own:
-            raise ValueError(
-                f"rank {self.rank} has no GPU: {self.local_world} ranks and {gpus} GPUs on this machine; start fewer"
-            )
+            raise ValueError(f"rank {self.rank} has no GPU: start at most {gpus} ranks on this machine")
         return self.shared_device("cuda" if gpus else "cpu")
 
     def shared_device(self, kind: str) -> torch.device:
@@ -56,7 +54,7 @@ class LaunchedRank:
 
 
 def launched_rank() -> LaunchedRank | None:
-    """Return this process's place under a launcher, or None without a launcher or for a single process."""
+    """Return this process's rank from the launcher's variables; None without a launcher or if srun starts only one."""
     for names in LAUNCHERS:
         rank, world, local_rank, local_world = (os.environ.get(name) for name in names)
         if rank is None or world is None:

@@ -18,6 +18,12 @@ import typer
 from .output import is_printing_rank, write_csv, write_json
 
 SCHEMA = "ringattn result"
+HEADINGS = {
+    "of ideal": "% of ideal", "of product": "% of matmul", "counted peak": "computed peak MB",
+    "found": "result", "rate of a rank": "TFLOP/s per rank", "rate by S²/2": "TFLOP/s by S²/2",
+    "over tolerance": "wrong results",
+}  # fmt: skip
+"""Headings of columns whose names in JSON and CSV say too little, with units."""
 WRITTEN_OUT, MOST_WRITTEN_OUT = 9999.5, 1e9  # between these, numbers are written without an exponent
 Cell = str | bool | float | None
 Row = Mapping[str, Any]  # of cells
@@ -39,7 +45,7 @@ class Result:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: Result) -> None:
-        """Append the result of another part of the same command, without repeating notes."""
+        """Append rows, failures and new notes of another part of the same command."""
         self.rows += other.rows
         self.failed += other.failed
         self.notes += [note for note in other.notes if note not in self.notes]
@@ -47,8 +53,8 @@ class Result:
     def text(self, width: int | None = None) -> str:
         """Return table, notes and failures for a terminal.
 
-        Empty columns are not shown. If the table is too wide, columns with equal values in all rows move into a line
-        above it; then columns from the right are left out.
+        Empty columns are not shown. If the table is wider than ``width`` (default: the terminal's), columns with equal
+        values in all rows move into a line above the table. If it is still too wide, the last columns are left out.
         """
         width = width or shutil.get_terminal_size((80, 24)).columns
         columns = [name for name in self.units if any(row.get(name) not in (None, "") for row in self.rows)]
@@ -61,19 +67,20 @@ class Result:
         shared = ", ".join(f"{name} {format_cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in constant)
         lines = [*textwrap.wrap(shared, width), *self._table(columns)]
         if omitted:
-            lines += textwrap.wrap(f"(too wide; see --csv or --json: {', '.join(omitted)})", width)
+            lines += textwrap.wrap(f"(columns that do not fit, in --csv and --json: {', '.join(omitted)})", width)
         return "\n".join([*lines, *self.notes, *(f"FAILED: {failure}" for failure in self.failed)])
 
     def _width(self, columns: Sequence[str]) -> int:
         return max(map(len, self._table(columns)), default=0)
 
     def _table(self, columns: Sequence[str]) -> list[str]:
-        """Return aligned lines: numbers to the right, words to the left, column names with units on top."""
+        """Return the table's lines, headings first; numbers are aligned to the right and words to the left."""
         if not self.rows:
             return []
         lines = [""] * (len(self.rows) + 1)
         for name in columns:
-            cells = [f"{name} {self.units[name]}".rstrip(), *(format_cell(row.get(name)) for row in self.rows)]
+            heading = HEADINGS.get(name) or f"{name} {self.units[name]}".rstrip()
+            cells = [heading, *(format_cell(row.get(name)) for row in self.rows)]
             push = str.rjust if all(isinstance(row.get(name), int | float | None) for row in self.rows) else str.ljust
             widest = max(map(len, cells))
             lines = [f"{line}  {push(text, widest)}" for line, text in zip(lines, cells, strict=True)]
@@ -97,10 +104,9 @@ def format_cell(value: object) -> str:
 
 
 def finish_command(result: Result, json: str | None = None, csv: str | None = None, *, text: str | None = None) -> None:
-    """Print and write a result; raise typer.Exit(1) on every rank if something failed.
+    """Print a result on rank 0 and write it to the files ``json`` and ``csv``; raise typer.Exit(1) if a check failed.
 
-    Only rank 0 prints and writes. If ``json`` or ``csv`` is ``-``, it replaces the printed text. ``text`` replaces the
-    table.
+    If ``json`` or ``csv`` is ``-``, that format is printed in place of the text. ``text`` replaces the table.
     """
     if is_printing_rank():
         if json is not None:
@@ -126,9 +132,7 @@ def read_result(path: Path) -> Result:
         result: Result = convert_json(Result, data, "result")
         convert_json(list[dict[str, Cell]], result.rows, "rows")
         if any(row.keys() - result.units.keys() for row in result.rows):
-            raise ValueError("rows have fields that are not columns of units")
+            raise ValueError("rows have fields that units lacks")
     except ValueError as error:
-        raise ValueError(
-            f"{path} cannot be read: {error}; it must be a file that a command wrote with --json"
-        ) from None
+        raise ValueError(f"{path} cannot be read: {error}; it must be a file written with --json") from None
     return result

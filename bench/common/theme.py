@@ -19,7 +19,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Theme:
-    """Every colour that a figure uses."""
+    """Colours of a figure, by use."""
 
     paper: str = "#ffffff"
     ink: str = "#1f2328"

@@ -32,7 +32,7 @@ class Samples:
 
     @property
     def spread(self) -> float:
-        """Half the interquartile range over the median: smaller differences mean nothing."""
+        """Half the interquartile range divided by the median; differences below it are noise."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -40,7 +40,7 @@ class Samples:
 
 
 class DeviceStopwatch:
-    """Total time of several blocks of code, by the host's clock on the CPU, by events on a GPU."""
+    """Total time of several blocks of code, by the host's clock on the CPU and by CUDA events on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -49,7 +49,7 @@ class DeviceStopwatch:
 
     @contextmanager
     def count_block(self) -> Iterator[None]:
-        """Add the time of the block."""
+        """Time the ``with`` block and add its time to the total."""
         if self._on_gpu:
             event: Callable[..., torch.cuda.Event] = torch.cuda.Event
             start, end = event(enable_timing=True), event(enable_timing=True)
@@ -69,7 +69,7 @@ class DeviceStopwatch:
         return self._host + on_gpu / 1e3
 
     def lap_seconds(self) -> float:
-        """Wait for running work; return the seconds since the last call, and reset them."""
+        """Wait for running work; return the total since the last call of this method and set it to 0."""
         for _, end in self._events:
             end.synchronize()
         seconds, self._host = self.seconds, 0.0
@@ -78,10 +78,10 @@ class DeviceStopwatch:
 
 
 class TimingTeam:
-    """Processes that start a run together. The time of the slowest one counts. Here: this process alone."""
+    """Processes that start every timed run together, of which the slowest counts. This class is one process."""
 
     def wait_until_ready(self) -> None:
-        """Return when every process may start."""
+        """Wait until every process of the team is ready to start."""
 
     def slowest_seconds(self, seconds: float) -> float:
         """Return the longest time of any process."""
@@ -89,7 +89,7 @@ class TimingTeam:
 
 
 class RankTeam(TimingTeam):
-    """All ranks of the default group. Waiting uses the host's network and blocks without spinning."""
+    """All ranks of the default process group, which wait for each other over gloo."""
 
     def wait_until_ready(self) -> None:
         self.slowest_seconds(0.0)
@@ -101,16 +101,16 @@ class RankTeam(TimingTeam):
 
 
 def supported_timer(timer: str, supported: Sequence[str]) -> str:
-    """Return ``timer`` if it is empty or supported, else events, for work that a CUDA graph cannot capture."""
+    """Return ``timer`` if it is empty or in ``supported``, else ``events``: a CUDA graph cannot capture all work."""
     return timer if not timer or timer in supported else "events"
 
 
 @dataclass
 class StepTimer:
-    """Times one run on a device, by one of ``TIMERS``; raises ValueError if the timer does not work on the device.
+    """Times single runs of a step on a device by one of ``TIMERS``; an unsuitable timer raises typer.BadParameter.
 
-    On a GPU the cache is flushed first. With events and graphs, the device is kept busy while the host enqueues, so
-    that the host's speed does not count.
+    On a GPU it first flushes the L2 cache. With the timers events and graph it keeps the device busy while the host
+    enqueues, so that the host's speed does not count.
     """
 
     device: torch.device
@@ -128,7 +128,7 @@ class StepTimer:
         return self.team.slowest_seconds(self._by_host(step) if self.timer == "clock" else self._by_events(step))
 
     def capture_stream(self) -> AbstractContextManager[object]:
-        """Return the context to prepare steps in: a graph captures one stream, which forward and backward share."""
+        """Return the context in which steps must be prepared: with the timer graph, the stream that graphs capture."""
         if self.timer != "graph":
             return nullcontext()
         if self._capturing is None:
@@ -138,7 +138,7 @@ class StepTimer:
         return context(self._capturing)
 
     def prepare_step(self, step: Step) -> Step:
-        """Return the function to time: a graph's replay, or ``step``; raise RuntimeError if capturing fails."""
+        """Return the function to time: ``step``, or with timer graph its replay; RuntimeError if capturing fails."""
         if self.timer != "graph":
             return step
         step()  # compile and allocate before the capture
@@ -186,10 +186,10 @@ def time_in_turns(
     limits: Mapping[str, int] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Samples]:
-    """Time every candidate in turns (a, b, c, a, b, c, …), after ``warmup`` runs of each.
+    """Time candidates in turns (a, b, c, a, b, c, …), ``repeats`` times each after ``warmup`` runs; return the samples.
 
     Each candidate enqueues its work on the current stream. Every process of the clock's team passes the same names.
-    ``limits`` reduces the timed runs of slow candidates. ``progress`` is called after every run.
+    ``limits`` has smaller numbers of repeats for slow candidates. ``progress`` is called after every run.
     """
     seconds_by_name: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(-warmup, repeats):
@@ -204,5 +204,5 @@ def time_in_turns(
 
 
 def repeats_within(seconds: float, one_round: float) -> int:
-    """Return how many rounds of ``one_round`` seconds fit into ``seconds``, within LEAST and MOST."""
+    """Return how many rounds of ``one_round`` seconds fit into ``seconds``, between 5 and 50 (MIN_, MAX_SAMPLES)."""
     return min(max(int(seconds / max(one_round, 1e-9)), MIN_SAMPLES), MAX_SAMPLES)

@@ -28,9 +28,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def demo(
     world: Annotated[
-        int | None, typer.Option(min=1, help=f"Ranks; default: {DEFAULT_WORLD}, or the launcher's.")
+        int | None, typer.Option(min=1, help=f"Ranks; default: the launcher's, or {DEFAULT_WORLD}.")
     ] = None,
-    data: Annotated[int, typer.Option(min=1, help="Rings; each takes different rows of the batch.")] = 1,
+    data: Annotated[int, typer.Option(min=1, help="Number of rings. Each has its own rows of the batch.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 10,
     batch: flags.Batch = 1,
     seqlen: Annotated[
@@ -90,7 +90,7 @@ def demo(
 
 
 def demo_needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> MemoryNeeds:
-    """Return the bytes of the whole batch, on the host in float64, and of the processes, which read the text."""
+    """Return the bytes to train on ``tokens`` per row: float64 on the host, fp32 on a GPU, ``ranks`` processes."""
     from ..common.memory import PROCESS_BYTES, MemoryNeeds
     from ..common.memory_table import FP32, FP64, trained_bytes
 
@@ -101,23 +101,23 @@ def demo_needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> Me
 
 
 def resolve_ranks(world: int | None, data: int, place: LaunchedRank | None) -> int:
-    """Return the number of ranks; raise ValueError if they exceed the GPUs or make no whole rings."""
+    """Return the number of ranks; raise ValueError if ``data`` rings do not divide them, or there are too few GPUs."""
     import torch
 
     ranks, gpus = flags.resolve_world(world, DEFAULT_WORLD), torch.cuda.device_count()
     if ranks % data:
-        raise ValueError(f"--data is {data} and there are {ranks} ranks: --world must be a multiple of --data")
+        raise ValueError(f"--world is {ranks}: it must be a multiple of --data, {data}")
     if place is not None:
         _ = place.device
     elif 1 < gpus < ranks:
-        raise ValueError(f"--world is {ranks}: this machine has {gpus} GPUs, one per rank; take at most {gpus}")
+        raise ValueError(f"--world is {ranks}: it must be at most {gpus}, the number of GPUs of this machine")
     elif gpus == 1 and data > 1:
-        raise ValueError(f"--data is {data}: virtual ranks on one GPU make one ring; take --data 1 or more GPUs")
+        raise ValueError(f"--data is {data}: it must be 1, because virtual ranks on one GPU make one ring")
     return ranks
 
 
 def draw_losses(result: Result, target: Path) -> None:
-    """Plot the loss of every step."""
+    """Plot the losses of both runs by step into a file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +125,7 @@ def draw_losses(result: Result, target: Path) -> None:
 
     rows = [row for row in result.rows if row["name"] == "loss"]
     figure, axes = pyplot.subplots()
-    for name in ("sharded", "whole"):
+    for name in ("sharded", "unsharded"):
         axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name)
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.legend()

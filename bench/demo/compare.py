@@ -31,7 +31,8 @@ from ..common.provenance import provenance
 from ..common.ranks import LaunchedRank, cores, launched_rank
 from ..common.result import Result, Row
 
-COLUMNS = ("step", "name", "sharded - whole", "allowed", "error", "pytorch error", "agrees", "sharded", "whole")
+DIFFERENCE = "sharded - unsharded"
+COLUMNS = ("step", "name", DIFFERENCE, "allowed", "error", "pytorch error", "agrees", "sharded", "unsharded")
 CPU = torch.device("cpu")
 
 Gradients = dict[int, dict[str, Tensor]]
@@ -40,7 +41,7 @@ Gradients = dict[int, dict[str, Tensor]]
 
 @dataclass
 class TrainingRun:
-    """One run of the job, with its memory."""
+    """Losses, gradients and peak memory of one run of the job."""
 
     run: Run
     gradients: Gradients
@@ -51,7 +52,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class ComparedRuns:
-    """Three runs of one job."""
+    """Three runs of one job: sharded, unsharded, and unsharded in float64."""
 
     ring: TrainingRun
     whole: TrainingRun
@@ -60,14 +61,14 @@ class ComparedRuns:
 
 @dataclass(frozen=True)
 class TrainingRecorder:
-    """Records gradients in memory, and writes or loads each step's initial weights in files."""
+    """Hooks of a training: keep gradients, and save each step's initial weights in ``folder`` or load them."""
 
     folder: str
     is_loading: bool = False
     gradients: Gradients = field(default_factory=dict)
 
     def before(self, training: Training, step: int) -> None:
-        """Write or load the weights."""
+        """Save the weights before ``step``, or load those of the sharded run."""
         path, model = Path(self.folder, f"{step}.pt"), training.model
         if self.is_loading:
             model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
@@ -77,7 +78,7 @@ class TrainingRecorder:
             torch.save(weights, path)
 
     def after(self, training: Training, step: int) -> None:
-        """Copy the gradients of a compared step to the CPU."""
+        """Copy the gradients to the CPU if ``step`` is a compared step."""
         if step in compared_steps(training.job):
             named = {name: parameter.grad for name, parameter in training.model.named_parameters()}
             copies = {name: gather_full(grad).to("cpu", copy=True) for name, grad in named.items() if grad is not None}
@@ -91,7 +92,7 @@ def compared_steps(job: Job) -> list[int]:
 
 
 def gather_full(x: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one."""
+    """Return the full tensor of a ``DTensor``, and any other tensor unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -107,20 +108,18 @@ def use_threads(count: int) -> Iterator[None]:
 
 
 def compare_training(job: Job, text: bytes, world: int) -> Result | None:
-    """Train sharded, then repeat the steps unsharded in this process; None if another rank prints the result."""
+    """Train sharded, repeat the steps unsharded, and compare; return None on ranks that do not print."""
     with TemporaryDirectory() as folder:
         ring = train_sharded(job, text, world, TrainingRecorder(folder))
         if not is_printing_rank():
             return None
         try:
             with use_threads(cores()):
-                return agreement_result(
-                    job, ComparedRuns(ring, train_whole(job, text, folder), train_exactly(job, text, folder))
-                )
+                whole, exact = train_whole(job, text, folder), train_exactly(job, text, folder)
+                return agreement_result(job, ComparedRuns(ring, whole, exact))
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
-                f"--seqlen is {job.seqlen}: the whole sequence does not fit on one GPU, so there is nothing to compare "
-                "with; take a shorter sequence"
+                f"--seqlen is {job.seqlen}: the unsharded run does not fit on one GPU. Take a shorter sequence."
             ) from error
 
 
@@ -145,7 +144,7 @@ def train_virtually(job: Job, text: bytes, world: int, recorder: TrainingRecorde
 def train_rank(
     place: LaunchedRank, device: torch.device, job: Job, text: bytes, recorder: TrainingRecorder
 ) -> TrainingRun:
-    """Train in one of several processes."""
+    """Train as one rank of several processes."""
     memory, count = PeakMemory(device), max(1, cores() // place.local_world)
     with use_threads(count):
         run = train_on_mesh(job, text, device, recorder)
@@ -155,7 +154,7 @@ def train_rank(
 
 
 def device_label(device: torch.device, count: int) -> str:
-    """Return the name of a GPU, or the number of threads on the CPU."""
+    """Return the name of a GPU, or on the CPU ``1 process of 4 threads`` for a ``count`` of 4."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"1 process of {count} thread{'s' * (count > 1)}"
@@ -184,7 +183,7 @@ def train_exactly(job: Job, text: bytes, folder: str) -> TrainingRun:
 
 
 def prepare_whole(job: Job, text: bytes, device: torch.device) -> tuple[Training, dict[int, float]]:
-    """Return a training of the whole batch in this process, and a dict that it fills with largest logits by step."""
+    """Return an unsharded training, and a dict that it fills with the largest logit of every step."""
     part = RankSetup(0, slice(None), torch.arange(job.seqlen), pytorch_attention, lambda x: x[None], name="whole")
     training, logits = Training(replace(job, block=0), text, device, part), dict[int, float]()
 
@@ -211,17 +210,18 @@ def agreement_result(job: Job, runs: ComparedRuns) -> Result:
     rows: list[Row] = [*loss_rows(job, runs), *gradient_rows(job, runs)]
     disagreeing = [row for row in rows if not row["agrees"]]
     failed = [
-        f"{row['name']} at step {row['step']}: {row_error(row):.1e} > {row['allowed']:.1e}" for row in disagreeing
+        f"{row['name']} at step {row['step']}: error {row_error(row):.1e}, allowed {row['allowed']:.1e}"
+        for row in disagreeing
     ]
     notes = [
         f"{job.batch} x {job.seqlen:,} bytes of Python's help text per step; {job.layers} layers, {job.heads} heads "
         f"({job.kv_heads} key/value heads) of dim {job.head_dim}, {job.dtype}, {job.layout}",
         speed_and_memory("sharded", job, runs.ring),
-        speed_and_memory("whole", job, runs.whole),
+        speed_and_memory("unsharded", job, runs.whole),
         "allowed: twice PyTorch's own error against float64, plus rounding (eps times the largest element)",
     ]
     if failed:
-        notes.append(f"DISAGREE in {len(failed)} of {len(rows)}")
+        notes.append(f"DISAGREE: {len(failed)} of {len(rows)} losses and gradients exceed their limit")
     else:
         nearest = max(row_error(row) / row["allowed"] if row["allowed"] else 0.0 for row in rows)
         notes.append(f"AGREE: every loss and every gradient; the largest error is {nearest:.0%} of its limit")
@@ -230,22 +230,22 @@ def agreement_result(job: Job, runs: ComparedRuns) -> Result:
 
 
 def row_error(row: Row) -> float:
-    """Return the error against float64 if there is one, else the difference to the unsharded run."""
-    value = row["sharded - whole"] if row["error"] is None else row["error"]
+    """Return a row's error against float64, or its difference to the unsharded run if float64 was not computed."""
+    value = row[DIFFERENCE] if row["error"] is None else row["error"]
     return float(value)
 
 
 def comparison_row(
     step: int, name: str, difference: float, error: float | None, pytorch_error: float | None, allowed: float
 ) -> dict[str, Any]:
-    """Build the row of one comparison; NaN never agrees."""
-    row: dict[str, Any] = {"step": step + 1, "name": name, "sharded - whole": difference, "allowed": allowed}
+    """Build the row of one loss or gradient; it agrees if its error is at most ``allowed`` and not NaN."""
+    row: dict[str, Any] = {"step": step + 1, "name": name, DIFFERENCE: difference, "allowed": allowed}
     row |= {"error": error, "pytorch error": pytorch_error}
     return row | {"agrees": row_error(row) <= allowed}
 
 
 def loss_rows(job: Job, runs: ComparedRuns) -> Iterator[dict[str, Any]]:
-    """Yield a row for every step's loss; steps without float64 use PyTorch's largest known error."""
+    """Yield a row for every step's loss; its limit uses the largest PyTorch error of the steps with float64."""
     ring, whole, exact = (trained.run.losses for trained in (runs.ring, runs.whole, runs.exact))
     pytorch_errors = {step: abs(whole[step] - loss) for step, loss in exact.items()}
     largest, dtype = max(pytorch_errors.values()), DTYPES[job.dtype]
@@ -255,7 +255,7 @@ def loss_rows(job: Job, runs: ComparedRuns) -> Iterator[dict[str, Any]]:
         error = abs(ring[step] - exact[step]) if step in exact else None
         allowed = allowed_error(largest, magnitude, dtype)
         row = comparison_row(step, "loss", abs(ring[step] - whole[step]), error, pytorch_errors.get(step), allowed)
-        yield row | {"sharded": ring[step], "whole": whole[step]}
+        yield row | {"sharded": ring[step], "unsharded": whole[step]}
 
 
 def gradient_rows(job: Job, runs: ComparedRuns) -> Iterator[dict[str, Any]]:
@@ -270,7 +270,7 @@ def gradient_rows(job: Job, runs: ComparedRuns) -> Iterator[dict[str, Any]]:
 
 
 def speed_and_memory(name: str, job: Job, trained: TrainingRun) -> str:
-    """Return a line with speed and memory of a run; speed is that of the median step after the first."""
+    """Return a line with a run's speed (of the median step after the first) and peak memory."""
     peaks = dict.fromkeys(human_count(peak, "B") for peak in (min(trained.peaks), max(trained.peaks)))
     timed = sorted(trained.run.seconds[1:] or trained.run.seconds)
     seconds = timed[len(timed) // 2]

@@ -10,10 +10,10 @@ from ..common import flags
 from ..common.output import is_printing_rank
 from ..common.result import Result, Row, finish_command
 
-UNITS = {"phase": "", "host": "us", "of it Triton": "us", "Python calls": "", "compute": "us"}
-LOWER_BOUND = "device calls are stubs: the times are lower bounds"
+UNITS = {"phase": "", "host": "us", "Triton's part": "us", "Python calls": "", "compute": "us"}
+LOWER_BOUND = "lower bounds, because device calls are replaced by stubs"
 AHEAD = "requirement: the host posts a hop faster than the device computes it"
-BY_CLOCK = "with --timer clock, compute includes the host's time, so the two are not compared"
+BY_CLOCK = "host and compute are not compared, because with --timer clock compute includes the host's time"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -55,9 +55,8 @@ def host(
     where = with_device_index(torch.device(device))
 
     def problem(tokens: int) -> AttentionConfig:
-        return AttentionConfig(
-            HOPS * tokens, HOPS, batch, heads, kv_heads, head_dim, dtype, causal=False, layout="contiguous"
-        )
+        total = HOPS * tokens
+        return AttentionConfig(total, HOPS, batch, heads, kv_heads, head_dim, dtype, False, layout="contiguous")
 
     def needed(tokens: int) -> MemoryNeeds:
         return rank_needs(candidate_bytes(OURS, problem(tokens)), where, 1)
@@ -74,12 +73,10 @@ def host(
 
 
 def host_verdict(rows: Sequence[Row], device: str, timer: str) -> tuple[str, list[str]]:
-    """Return the summary note, and the phases in which the host is slower than the device."""
+    """Return the summary note, and a failure for each phase in which the host is slower than the device."""
     if device == "cpu":
         return LOWER_BOUND, []
     if timer == "clock":
         return BY_CLOCK, []
-    failed = [
-        f"the host is slower than the device in the {row['phase']}" for row in rows if not row["host"] < row["compute"]
-    ]
-    return AHEAD, failed
+    slow = [row["phase"] for row in rows if not row["host"] < row["compute"]]
+    return AHEAD, [f"the host is slower than the device in the {phase}" for phase in slow]

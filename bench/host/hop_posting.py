@@ -50,7 +50,7 @@ LIBRARY_FOLDERS = tuple(os.path.dirname(str(file)) + os.sep for file in (torch._
 
 
 def loop_back(real: Plan) -> Plan:
-    """Return the plan with this rank as every peer, so that each group has a send and its receive."""
+    """Return the plan with rank 0 as every peer, so that every receive gets what the same rank sends."""
     hops = []
     for hop in real.hops:
         peers: dict[str, Any] = {name: None if getattr(hop, name) is None else 0 for name in PEERS}
@@ -60,13 +60,13 @@ def loop_back(real: Plan) -> Plan:
 
 
 def rank_passes(problem: AttentionConfig, ring: Ring, device: torch.device) -> RankPasses:
-    """Return rank 0's inputs and passes; on a GPU the rank sends to itself."""
+    """Return rank 0's inputs and a ring's passes over them; on a GPU the rank sends to itself."""
     return RankPasses(problem, ring, device, backend="triton", revise_plan=loop_back if device.type == "cuda" else None)
 
 
 @contextmanager
 def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
-    """Yield the ring of rank 0 alone, with everything that a larger ring does, sending to itself."""
+    """Yield rank 0 of a ring of ``HOPS`` ranks; it works alone, and on a GPU sends to itself."""
 
     def open_to_itself(*given: object, **named: Any) -> tuple[Transport, ...]:
         transports: tuple[Transport, ...] = open_transports(
@@ -84,7 +84,7 @@ def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
 
 
 def host_rows(shard: RankPasses, clock: StepTimer) -> list[Row]:
-    """Return the host's microseconds per hop, and on a GPU the device's."""
+    """Return a row per phase with the host's microseconds per hop, and on a GPU the device's."""
     device, rows = clock.device, list[Row]()
     for phase in PHASES:
         step = partial(shard.run, phase, TOGETHER)
@@ -92,7 +92,7 @@ def host_rows(shard: RankPasses, clock: StepTimer) -> list[Row]:
         with skip_launches():
             without = posting_seconds(step, device) / HOPS * 1e6
             calls = count_python_calls(step) / HOPS
-        row = {"phase": phase, "host": host, "of it Triton": host - without, "Python calls": calls}
+        row = {"phase": phase, "host": host, "Triton's part": host - without, "Python calls": calls}
         if device.type == "cuda":
             row["compute"] = time_in_turns({phase: step}, clock, repeats=REPEATS, warmup=3)[phase].median / HOPS * 1e6
         rows.append(row)
@@ -100,7 +100,7 @@ def host_rows(shard: RankPasses, clock: StepTimer) -> list[Row]:
 
 
 def posting_seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Return the host's seconds for a pass while the device may lag; on the CPU, the seconds of this thread."""
+    """Return the host's median seconds to post a pass, not waiting for the device; on the CPU, of this thread alone."""
     now = time.perf_counter if device.type == "cuda" else time.thread_time
     samples = []
     for _ in range(REPEATS + 1):
@@ -135,7 +135,7 @@ def count_python_calls(step: Callable[[], object]) -> int:
 
 
 class NcclWithoutDevice(NcclTransport):
-    """NCCL transport without a device; it has no bytes to check in a warm-up."""
+    """NCCL transport whose calls reach no device, so that a warm-up has no bytes to check."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(rank=0, size=HOPS, device=device, control=open_control(single_rank()))
@@ -145,11 +145,11 @@ class NcclWithoutDevice(NcclTransport):
 
 
 def ignore_call(*arguments: object, **named: object) -> None:
-    """Replace any call that reaches a device."""
+    """Do nothing, in place of a call that would reach a device."""
 
 
 def skip_launches() -> Any:
-    """Return a patch with which Triton launches nothing, not even in its interpreter."""
+    """Return a context in which Triton kernels are not run, not even by the interpreter."""
     return patch.object(type(forward_kernel), "run", ignore_call)
 
 
@@ -200,12 +200,12 @@ def stub_device() -> Iterator[None]:
 
 
 def _contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Allocate a copy without copying, because on a GPU the host does not wait for the bytes."""
+    """Return ``x`` or a new tensor without its data, because on a GPU the host does not wait for a copy."""
     return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _cat(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Allocate the joined tensor without copying."""
+    """Return an empty tensor of the shape that ``torch.cat`` returns."""
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     return parts[0].new_empty(shape)

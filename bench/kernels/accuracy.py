@@ -41,11 +41,12 @@ def accuracy_case(
     causal_worlds: tuple[int, ...] = (1, 3),
     full_worlds: tuple[int, ...] = (1,),
 ) -> Iterator[MeasuredNumber]:
-    """Yield errors of forward and backward, full and causal, in one launch and over the shards of several ranks.
+    """Yield errors of forward and backward, full and causal, on zigzag rings of virtual ranks.
 
-    ``backend`` is "aten", "triton", or one of :data:`BACKENDS`. Three ranks cover the first, middle and last hop, which
-    are different launches. Outputs lie in memory filled with NaN. A second run must give the same bits, except where
-    programs accumulate in any order. Hopper kernels raise ``CaseUnavailableError`` on other GPUs.
+    ``backend`` is "aten", "triton", or one of :data:`BACKENDS`. ``heads`` are those of q and of k. Causal rings
+    have ``causal_worlds`` ranks, full ones ``full_worlds``: three ranks cover the first, middle and last hop. Outputs
+    lie in memory filled with NaN. A second run must give the same bits, except where programs accumulate in any order.
+    Hopper kernels raise ``CaseUnavailableError`` on other GPUs.
     """
     if backend == HOPPER and not is_hopper_device(device):
         raise CaseUnavailableError("the Hopper kernels need a GPU of compute capability 9.0")
@@ -70,7 +71,7 @@ def accuracy_case(
 def draw_inputs(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], *, batch: int = 2
 ) -> AttentionInputs:
-    """Draw random inputs; q is a strided view, as a fused projection produces it."""
+    """Draw inputs of the sizes S, H, Hkv, D and Dv; q is a strided view, as a fused projection produces it."""
     seqlen, heads, kv_heads, head_dim, head_dim_v = sizes
     q = torch.randn(batch, seqlen, heads, 2 * head_dim, device=device).to(dtype)[..., :head_dim]
     k, v, dout = (
@@ -81,7 +82,7 @@ def draw_inputs(
 
 
 def ring_results(given: AttentionInputs, causal: bool, world: int, backend: str) -> dict[str, Tensor]:
-    """Return the results of a zigzag ring of virtual ranks."""
+    """Return out, lse, dq, dk and dv by name from a zigzag ring of ``world`` virtual ranks."""
     layout, config = Layout.zigzag(given.q.shape[1], world), backend_config(backend, given.q)
     name = "aten" if backend == "aten" else "triton"
     options: dict[str, Any] = {"causal": causal, "return_lse": True, "config": config, "backend": name}
@@ -101,11 +102,11 @@ def shard_inputs(given: AttentionInputs, layout: Layout, rank: int) -> Tensors:
 
 
 def unshard_results(layout: Layout, parts: Sequence[Tensors]) -> dict[str, Tensor]:
-    """Combine out, lse and gradients of all ranks into those of the whole sequence."""
+    """Return out, lse, dq, dk and dv of the whole sequence by name, from those of every rank."""
     named = zip(RESULTS_WITH_LSE, zip(*parts, strict=True), strict=True)
     return {name: layout.unshard(shards, 2 if name == "lse" else 1) for name, shards in named}
 
 
 def backend_config(backend: str, q: Tensor) -> KernelConfig | None:
-    """Return the config of a backend's Triton kernels; None for the default."""
+    """Return the config of a backend in :data:`BACKENDS`; None for other names, which need no config."""
     return TritonVariant(backend, BACKENDS.get(backend)).config(q, q, full=False)

@@ -35,7 +35,7 @@ def copy_kernel(destination, source, elements, CHUNK: tl.constexpr):  # type: ig
 
 
 class BackgroundCopy:
-    """Random data, and the destination of its copies."""
+    """A copy of ``nbytes`` of random data from ``source`` to ``destination`` on a GPU."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         elements = nbytes // 4
@@ -44,12 +44,11 @@ class BackgroundCopy:
 
     def launch(self) -> None:
         """Launch the copy on the current stream."""
-        copy_kernel[(COPY_BLOCKS,)](
-            self.destination, self.source, self.source.numel(), CHUNK=CHUNK, num_warps=COPY_WARPS
-        )
+        elements = self.source.numel()
+        copy_kernel[(COPY_BLOCKS,)](self.destination, self.source, elements, CHUNK=CHUNK, num_warps=COPY_WARPS)
 
     def run_alongside(self, step: Callable[[], object], stream: torch.cuda.Stream) -> Callable[[], None]:
-        """Return ``step`` with this copy on ``stream``; both start together, after earlier work."""
+        """Return a function that starts this copy on ``stream`` and ``step`` together, after earlier work."""
 
         def run_together() -> None:
             begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -62,12 +61,12 @@ class BackgroundCopy:
         return run_together
 
     def count_wrong(self) -> int:
-        """Return the number of elements that were not copied."""
+        """Return the number of elements in which destination and source differ."""
         return int((self.destination != self.source).sum())
 
 
 def copy_bytes_for(device: torch.device, seconds: float, nbytes: int = COPY_BYTES) -> int:
-    """Return the bytes that the copy kernel alone moves in ``seconds``, scaled from a copy of ``nbytes``."""
+    """Return the bytes that the copy kernel alone moves in ``seconds``, estimated from timed copies of ``nbytes``."""
     copy, watch, seconds_per_copy = BackgroundCopy(device, nbytes), DeviceStopwatch(device), []
     for _ in range(4):  # the first run compiles
         with watch.count_block():

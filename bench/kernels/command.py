@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULTS = {"cuda": ("8k,16k", "bf16", 16), "cpu": ("1k,2k", "fp32", 4)}
-"""Default lengths, dtype and heads."""
+"""Default lengths, dtype and number of heads, by kind of device."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def kernels(
     seqlen: Annotated[
-        Any, typer.Option(parser=flags.counts, metavar="SIZE,…", help="Tokens; default: 8k,16k, on the CPU 1k,2k.")
+        Any, typer.Option(parser=flags.counts, metavar="SIZE,…", help="Tokens; default: 8k,16k; on the CPU, 1k,2k.")
     ] = None,
     batch: flags.Batch = 1,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads; default: 16, on the CPU 4.")] = None,
@@ -87,7 +87,7 @@ def kernels(
     known = [contender.name for contender in list_contenders(device)]
     names = [part.strip() for part in by.split(",")] if by else known
     if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"--by has {unknown[0]!r}: on {device.type} it takes {', '.join(known)}")
+        raise typer.BadParameter(f"--by has {unknown[0]!r}: on {device.type} it takes some of {', '.join(known)}")
     ours = sum(name.startswith(OURS) for name in names)
     _check_room(configs, ours, len(names) - ours, device)
     torch.manual_seed(seed)
@@ -107,7 +107,7 @@ def _tuple(given: Any) -> tuple[int, ...] | None:
 
 
 def _check_room(configs: list[Any], ours: int, theirs: int, device: torch.device) -> None:
-    """Refuse a shape whose mask is invalid or that does not fit into free memory, naming the length that fits."""
+    """Raise if a mask does not fit its shape (ValueError), or if a shape needs too much memory (typer.BadParameter)."""
     from ..common.memory import MemoryNeeds, check_size_fits, tensor_needs
     from ..common.memory_table import kernels_bytes
     from .speed import PRODUCT_SIDE

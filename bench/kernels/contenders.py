@@ -1,6 +1,6 @@
 """Contenders of ``bench kernels``: implementations of one attention on one device.
 
-A contender is a name and a function that prepares steps to time from the inputs, or refuses what it does not compute.
+A contender has a name and a function that takes inputs and returns steps to time, or raises if it cannot compute them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ...reference.masks import add_head_dim
 from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import MaskArgs, split_heads
 from ...ring.local.protocol import LocalForward
-from ...ring.local.registry import resolve_backend
+from ...ring.local.registry import other_backends, resolve_backend
 from ...ring.loop import partial_sums
 from ...ring.schedule.plan import plan
-from ..common.attention import AttentionConfig
+from ..common.attention import AttentionConfig, backend_refusal
 from ..common.memory import free_memory
 from ..common.timing import Step
 
@@ -50,12 +50,12 @@ SCORES_KEPT = 4  # score tensors alive at once in the math backend's backward
 
 
 class UnsupportedContenderError(Exception):
-    """A contender does not compute this problem, or not on this device. The message says why."""
+    """Raised by a contender that cannot compute this problem on this device; the message says why."""
 
 
 @dataclass(frozen=True)
 class ContenderInputs:
-    """Inputs of every contender."""
+    """The problem to compute, with q, k, v and dout, the same for every contender."""
 
     config: AttentionConfig
     q: Tensor
@@ -74,13 +74,13 @@ class ContenderInputs:
 
     @property
     def bounds(self) -> tuple[Bounds, ...]:
-        """The mask as the kernels take it: one per launch; several if it has global tokens."""
+        """The bounds of every launch on the whole sequence: one launch, or several if the mask has global tokens."""
         hop_masks = plan(self.config.token_layout, self.config.mask, 0, 1, self.device).hop_masks[0]
         return tuple(part.bounds for part in hop_masks)
 
     @property
     def key_halves(self) -> list[tuple[slice, tuple[Bounds, ...]]]:
-        """Keys and bounds of two hops that together cover all keys; empty for block-sparse masks."""
+        """The two halves of the keys, each with its bounds per launch; empty for block-sparse masks and one token."""
         parts, middle, end = self.bounds, self.config.seqlen // 2, self.config.seqlen
         if not middle or any(part.block_sparse is not None for part in parts):
             return []
@@ -88,19 +88,21 @@ class ContenderInputs:
         return [(slice(0, middle), first), (slice(middle, None), second)]
 
 
-def _narrow_bounds(part: Bounds, start: int, end: int) -> Bounds:
+def _narrow_bounds(bounds: Bounds, start: int, end: int) -> Bounds:
     """Return bounds restricted to the keys ``[start, end)``, counted from ``start``."""
-    lo, hi, used = (None if x is None else x.clamp(start, end) - start for x in (part.lo, part.hi, part.seqused_k))
+    lo, hi, used = (
+        None if x is None else x.clamp(start, end) - start for x in (bounds.lo, bounds.hi, bounds.seqused_k)
+    )
     return Bounds(lo, hi, used)
 
 
 @dataclass
 class PreparedContender:
-    """Steps to time by name, and their results: out, dq, dk and dv, or only out."""
+    """Steps to time by pass, and the results to check: out, dq, dk and dv, or only out."""
 
     steps: dict[str, Step]
     results: list[Tensor] = field(default_factory=list)
-    carried_lse: Tensor | None = None
+    carried_out: Tensor | None = None
     """Out computed in two hops, if the contender can carry a state."""
 
 
@@ -116,7 +118,7 @@ class Contender(NamedTuple):
 
 
 class TritonVariant(NamedTuple):
-    """Our Triton kernels without a config, or with only these fields of one."""
+    """Our Triton kernels with some fields of a `KernelConfig`; without ``options`` they use the default config."""
 
     name: str
     options: dict[str, Any] | None = None
@@ -124,7 +126,7 @@ class TritonVariant(NamedTuple):
     parts: tuple[str, ...] = ()  # kernels of the backward to time one by one
 
     def config(self, q: Tensor, v: Tensor, *, full: bool) -> KernelConfig | None:
-        """Return a config with tuned tiles and only this variant's options; other tuned options are dropped."""
+        """Return tuned tiles with this variant's options alone; None without options. ``full`` means no mask."""
         if self.options is None:
             return None
         tuned = default_config(q, v, full=full)
@@ -149,7 +151,7 @@ VARIANTS = [
 
 
 def triton_contender(variant: TritonVariant, given: ContenderInputs) -> PreparedContender:
-    """Prepare a variant of the Triton kernels as the ring launches them, and its backward's kernels one by one."""
+    """Prepare a Triton variant as a ring launches it, and if it has ``parts`` also each kernel of its backward."""
     first, *others = given.bounds
     try:
         config = variant.config(given.q, given.v, full=first.is_full and not others)
@@ -175,7 +177,7 @@ def _parts_of_backward(given: ContenderInputs, limits: Bounds, config: KernelCon
 def local_kernel_contender(
     backend: str, given: ContenderInputs, config: KernelConfig | None = None, passes: tuple[str, ...] = PASSES
 ) -> PreparedContender:
-    """Prepare a local kernel as a ring calls it on one shard, with one launch per part of the mask."""
+    """Prepare a registered local kernel as a ring calls it on one shard; ``passes`` are the passes to time."""
     q, k, v, dout, parts = given.q, given.k, given.v, given.dout, given.bounds
     kernel = resolve_backend(backend, q.device)
     chunks, options = split_heads(1, q.shape[2], k.shape[2]), {"softmax_scale": q.shape[-1] ** -0.5, "config": config}
@@ -211,8 +213,16 @@ def local_kernel_contender(
     return PreparedContender(steps, [out, *grads], carried.result()[0] if given.key_halves else None)
 
 
+def backend_contender(backend: str, given: ContenderInputs) -> PreparedContender:
+    """Prepare a registered backend of another project, as a ring calls it."""
+    refusal = backend_refusal(backend, given.config, given.device)
+    if refusal is not None:
+        raise UnsupportedContenderError(refusal)
+    return local_kernel_contender(backend, given)
+
+
 def _fold(work: LocalForward, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
-    """Fold the keys of one shard, part by part of the mask."""
+    """Run ``work.fold`` on one shard once for each part of the mask; ``final`` if no other shard follows."""
     for part in parts:
         work.fold(k, v, part, scores=PLAIN, final=final and part is parts[-1])
 
@@ -234,7 +244,7 @@ def sdpa_contender(backend: SDPBackend, given: ContenderInputs) -> PreparedConte
 
 
 def _dense_mask(backend: SDPBackend, given: ContenderInputs) -> Tensor:
-    """Return the mask as a tensor; raise ``UnsupportedContenderError`` for backends that take none."""
+    """Return the mask as a bool tensor; raise ``UnsupportedContenderError`` for backends that take none."""
     if backend not in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
         raise UnsupportedContenderError("it takes only full and causal masks")
     _check_square(given, 1 + given.q.element_size(), "mask")
@@ -243,12 +253,12 @@ def _dense_mask(backend: SDPBackend, given: ContenderInputs) -> Tensor:
 
 
 def _check_square(given: ContenderInputs, nbytes: int, what: str) -> None:
-    """Raise ``UnsupportedContenderError`` if ``nbytes`` per (query, key) pair need too much of the free memory."""
+    """Raise ``UnsupportedContenderError`` if ``what``, of ``nbytes`` per (query, key) pair, needs too much memory."""
     wanted = nbytes * given.config.batch * given.config.seqlen**2
     free = free_memory(given.device)
     if wanted > DENSE_SHARE * free:
         raise UnsupportedContenderError(
-            f"its {what} need {wanted / 1e9:.1f} GB, more than {DENSE_SHARE:.0%} of the {free / 1e9:.1f} GB free"
+            f"its {what} would take {wanted / 1e9:.1f} GB, more than {DENSE_SHARE:.0%} of the free {free / 1e9:.1f} GB"
         )
 
 
@@ -286,10 +296,8 @@ def flex_mask_mod(config: AttentionConfig, device: torch.device) -> Callable[[Te
     return is_visible
 
 
-def _autograd_contender(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], given: ContenderInputs
-) -> PreparedContender:
-    """Prepare forward and backward by autograd on ``[B, H, S, D]``, or raise ``UnsupportedContenderError``."""
+def _autograd_contender(attend: Callable[..., Tensor], given: ContenderInputs) -> PreparedContender:
+    """Prepare ``attend(q, k, v)`` and its backward on ``[B, H, S, D]``; UnsupportedContenderError if it fails."""
     *inputs, dout = (x.transpose(1, 2).contiguous() for x in (given.q, given.k, given.v, given.dout))
     leaves = [x.requires_grad_() for x in inputs]
     with warnings.catch_warnings(record=True) as caught:
@@ -310,9 +318,8 @@ def _autograd_contender(
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-    return PreparedContender(
-        {FORWARD: forward, BACKWARD: backward}, [x.detach().transpose(1, 2) for x in (out, *grads)]
-    )
+    results = [x.detach().transpose(1, 2) for x in (out, *grads)]
+    return PreparedContender({FORWARD: forward, BACKWARD: backward}, results)
 
 
 GPU_SDPA = {
@@ -325,10 +332,11 @@ CPU_SDPA = {"ATen operator": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH
 
 
 def list_contenders(device: torch.device) -> list[Contender]:
-    """Return all contenders for a device, ours first; on the CPU our CPU backend instead of interpreted kernels."""
+    """Return all contenders for a device, ours first; on the CPU ours is the CPU backend, not interpreted kernels."""
+    backends = [Contender(f"{name} backend", partial(backend_contender, name)) for name in other_backends(device)]
     if device.type == "cuda":
         ours = [Contender(variant.name, partial(triton_contender, variant)) for variant in VARIANTS]
         theirs = [Contender(name, partial(sdpa_contender, backend)) for name, backend in GPU_SDPA.items()]
-        return [*ours, *theirs, Contender("flex_attention", flex_contender)]
+        return [*ours, *theirs, Contender("flex_attention", flex_contender), *backends]
     theirs = [Contender(name, partial(sdpa_contender, backend)) for name, backend in CPU_SDPA.items()]
-    return [Contender(OURS, partial(local_kernel_contender, "auto")), *theirs]
+    return [Contender(OURS, partial(local_kernel_contender, "auto")), *theirs, *backends]

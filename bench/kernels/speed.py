@@ -1,7 +1,7 @@
 """Speed and errors of every contender on one device, on the same inputs, timed in turns; and speed targets.
 
-A target is a ratio to PyTorch's backends in one interleaved run, or a rate. More is better. A missed floor is reported
-but fails nothing, because it depends on the GPU (the targets were set for an H200).
+A target is a rate, or our rate relative to that of a PyTorch backend in the same interleaved run. A missed target is
+reported and is not a failure, because the targets were set for one GPU model, an H200.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ UNITS = {
     "of product": "%", "mask": "", "dtype": "", "heads": "", "batch": "", "head_dim_v": "", "spread": "", "error": "",
     "rate by S²/2": "TFLOP/s", "note": "",
 }  # fmt: skip
-"""Columns and units. A row is one pass of one contender on one shape. Spread: half the interquartile range / median."""
+"""Units by column. A row is one pass of one contender on one shape; ``bench/kernels/README.md`` has the columns."""
 
 
 def config_labels(config: AttentionConfig) -> dict[str, Any]:
-    """Return the columns that describe a row's problem."""
+    """Return the columns that describe the problem of a row: dtype, head dims, mask, length, heads, batch."""
     dims = {} if config.value_dim == config.head_dim else {"head_dim_v": config.value_dim}
     return {
         "dtype": config.dtype, "head_dim": config.head_dim, **dims,
@@ -67,8 +67,8 @@ def measure_kernels(
 ) -> Result:
     """Check every contender against float64, then time every pass in turns with a matrix product.
 
-    If our kernels are missing or have an error above the limit, the measurement has failed. Problems of other
-    contenders are notes in their rows.
+    ``seconds`` limits the timing, and ``prefixes`` are the names of the contenders to measure (default: all). A result
+    of ours that is missing or above its error limit is a failure. Other contenders that cannot run have a note instead.
     """
     result, labels = Result("bench kernels", UNITS), config_labels(config)
     steps, errors = dict[str, Step](), dict[str, dict[str, float]]()
@@ -84,10 +84,8 @@ def measure_kernels(
                 continue
             try:
                 ready = contender.make(inputs)
-                steps |= {
-                    f"{what}:{contender.name}": _prepare_or_skip_graph(clock, step)
-                    for what, step in ready.steps.items()
-                }
+                for what, step in ready.steps.items():
+                    steps[f"{what}:{contender.name}"] = _prepare_or_skip_graph(clock, step)
             except UnsupportedContenderError as reason:
                 result.rows.append({**labels, "by": contender.name, "pass": "", "note": str(reason)})
                 if contender.name == OURS:
@@ -97,8 +95,8 @@ def measure_kernels(
                 limit = judge.limits[name]
                 if contender.is_ours and judge.failing_results({name: error}):
                     shape = ", ".join(f"{key} {value}" for key, value in labels.items())
-                    message = f"error of {name} is {error:.3g}, at most {limit:.3g} allowed"
-                    result.failed.append(f"{what} by {contender.name}: {message}; {shape}")
+                    message = f"the error of {name} is {error:.3g}. At most {limit:.3g} is allowed ({shape})."
+                    result.failed.append(f"{what} by {contender.name}: {message}")
                 worst = errors.setdefault(f"{what}:{contender.name}", {"error": 0.0, "error/allowed": 0.0})
                 worst["error"] = max(worst["error"], error)
                 worst["error/allowed"] = max(worst["error/allowed"], error / limit)
@@ -116,27 +114,28 @@ def measure_kernels(
 
 
 def _errors(ready: PreparedContender, judge: ErrorJudge) -> Iterator[tuple[str, str, float]]:
-    """Yield the pass, the result's name, and its largest error against float64."""
+    """Yield (pass, name of a result, its largest error against float64) for every result of a contender."""
     for name, error in judge.errors(dict(zip(RESULTS, ready.results, strict=False))).items():
         yield FORWARD if name == RESULTS[0] else BACKWARD, name, error
-    if ready.carried_lse is not None:
-        yield STATE, RESULTS[0], judge.errors({RESULTS[0]: ready.carried_lse})[RESULTS[0]]
+    if ready.carried_out is not None:
+        yield STATE, RESULTS[0], judge.errors({RESULTS[0]: ready.carried_out})[RESULTS[0]]
 
 
 def _prepare_or_skip_graph(clock: StepTimer, step: Step) -> Step:
-    """Return the function to time, a graph's replay or the step, or raise ``UnsupportedContenderError``."""
+    """Return what ``clock.prepare_step`` returns; UnsupportedContenderError if the step cannot be captured."""
     try:
         return clock.prepare_step(step)
     except torch.AcceleratorError:
         raise
     except RuntimeError as refused:
-        raise UnsupportedContenderError(
-            f"it cannot be captured as a CUDA graph: {str(refused).splitlines()[0]}"
-        ) from None
+        raise UnsupportedContenderError(f"no CUDA graph can capture it: {str(refused).splitlines()[0]}") from None
 
 
 def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -> dict[str, Any]:
-    """Build the row of one pass, or of one kernel of a backward, which has only a time."""
+    """Build a row; ``name`` is ``pass:contender``, and ``ceiling`` the matrix product's TFLOP/s.
+
+    One kernel of a backward has only a time.
+    """
     what, _, who = name.partition(":")
     row = {**config_labels(config), "pass": what, "by": who, "time": samples.median * 1e3, "spread": samples.spread}
     if what in PASSES:
@@ -149,7 +148,7 @@ def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -
 
 
 def comparison_line(rows: Sequence[Row]) -> str:
-    """Return the summary line: our best rate over the best of the others, pass by pass."""
+    """Return the summary line: per pass, our best rate divided by the best rate of other contenders."""
     ratio_texts = []
     for what in (FORWARD, BACKWARD):
         best: dict[str, list[float]] = {}  # best rates by shape: ours, others
@@ -164,7 +163,7 @@ def comparison_line(rows: Sequence[Row]) -> str:
 
 
 def causal_bounds(q: Tensor, k: Tensor) -> Bounds:
-    """Return the bounds of a causal mask on one rank."""
+    """Return the bounds of a causal mask for the whole q and k ``[B, S, H, D]``."""
     rows, keys = (Layout.contiguous(x.shape[1], 1).positions(0) for x in (q, k))
     return bounds(Mask(causal=True), rows, keys).to(q.device)
 
@@ -178,16 +177,16 @@ FORWARDS = (OURS, f"{OURS} hopper", f"{OURS} longest first")
 MARGIN_VARIANT = TritonVariant(
     f"{OURS} persistent with margin", {"persistent": True, "sm_margin": FREE_MULTIPROCESSORS}, (FORWARD,)
 )
-"""Leaves multiprocessors to the copy, as a ring does for its transfers; only useful alongside a transfer."""
+"""Variant that leaves multiprocessors to a transfer, as a ring does; only timed beside one."""
 BESIDE_VARIANTS = [*(variant for variant in VARIANTS if variant.name in FORWARDS), MARGIN_VARIANT]
 FULL128, CAUSAL128, FULL64, STATE128, BESIDE128 = "full D128", "causal D128", "full D64", "8k keys", "beside"
 
 
 class SpeedTarget(NamedTuple):
-    """A speed target: a measurement, our variants (the best counts), and the bars to reach."""
+    """A speed target: what is measured, our variants of which the fastest counts, and the bars to reach."""
 
     what: str
-    group: str  # measurement that it is read from
+    group: str  # name of the measurement with the rates
     passes: str
     by: tuple[str, ...]
     bars: tuple[tuple[str, str, float], ...]
@@ -213,7 +212,7 @@ TARGETS = (
 
 
 class TargetSizes(NamedTuple):
-    """Sizes of the target table; tests take smaller ones."""
+    """Sizes of the problems in the table of targets."""
 
     seqlen: int = 16 * 1024
     hop: int = 8 * 1024
@@ -227,7 +226,7 @@ class TargetSizes(NamedTuple):
 def measure_targets(
     device: torch.device, *, seconds: float = 1.5, sizes: TargetSizes | None = None, timer: str = ""
 ) -> Iterator[MeasuredNumber]:
-    """Yield measurements and verdicts of ``TARGETS``; alongside a transfer, no graph is timed."""
+    """Yield the measured rates and the verdicts of ``TARGETS``; ``timer`` graph becomes events beside a transfer."""
     sizes, clock = sizes or TargetSizes(), StepTimer(device, timer=timer)
     beside = StepTimer(device, timer=supported_timer(timer, RING_TIMERS))
     measurements: dict[str, Iterator[MeasuredNumber]] = {
@@ -249,7 +248,10 @@ def measure_targets(
 
 
 def judge_target(speed_target: SpeedTarget, rates: Mapping[str, float]) -> Iterator[MeasuredNumber]:
-    """Yield the ratio to each bar of a target, and whether it is reached."""
+    """Yield a number per bar of a target: our best rate over the bar's divisor, and whether it is reached.
+
+    ``rates`` are TFLOP/s by ``pass:contender``.
+    """
     ours = {
         best_name: rates[f"{speed_target.passes}:{best_name}"]
         for best_name in speed_target.by
@@ -265,7 +267,7 @@ def judge_target(speed_target: SpeedTarget, rates: Mapping[str, float]) -> Itera
 
 
 def _reference_rate(divisor: str, what: str, our_name: str, rates: Mapping[str, float]) -> float | None:
-    """Return the divisor of a target's rate; None if it was not measured."""
+    """Return the rate by which ours is divided, or 1 if the divisor is ``RATE``; None if it was not measured."""
     if divisor == RATE:
         return 1.0
     if divisor == ALONE:
@@ -277,7 +279,7 @@ def _reference_rate(divisor: str, what: str, our_name: str, rates: Mapping[str, 
 def _shape(
     clock: StepTimer, sizes: TargetSizes, seqlen: int, head_dim: int, causal: bool, seconds: float
 ) -> Iterator[MeasuredNumber]:
-    """Measure our variants next to SDPA's flash and cuDNN backends, as ``bench kernels`` does for one shape."""
+    """Yield rates of our variants and of SDPA's flash and cuDNN backends for one shape, as ``bench kernels`` does."""
     config = AttentionConfig(
         seqlen, heads=sizes.heads, kv_heads=sizes.heads, head_dim=head_dim, dtype=sizes.dtype, causal=causal,
         layout="contiguous", device=clock.device.type,
@@ -297,7 +299,7 @@ def _shape(
 
 
 def _beside_a_transfer(clock: StepTimer, sizes: TargetSizes, seconds: float) -> Iterator[MeasuredNumber]:
-    """Measure the forward alone, and alongside a copy of few blocks on a high-priority stream."""
+    """Yield rates of the forward alone, and beside a copy of few blocks on a high-priority stream."""
     device, shape = clock.device, (1, sizes.seqlen, sizes.heads, sizes.wide)
     q, k, v = (torch.randn(shape, device=device).to(DTYPES[sizes.dtype]) for _ in range(3))
     alone: dict[str, Step] = {}
@@ -317,9 +319,8 @@ def _beside_a_transfer(clock: StepTimer, sizes: TargetSizes, seconds: float) -> 
     steps: dict[str, Step] = {}
     for name, step in alone.items():
         steps |= {f"{ALONE}:{name}": step, f"{FORWARD}:{name}": copy.run_alongside(step, stream)}
-    samples_by_name = time_in_turns(
-        steps, clock, repeats=repeats_within(seconds, sum(clock(step) for step in steps.values()))
-    )
+    repeats = repeats_within(seconds, sum(clock(step) for step in steps.values()))
+    samples_by_name = time_in_turns(steps, clock, repeats=repeats)
     flops = forward_flops(sizes.seqlen**2, heads=sizes.heads, head_dim=sizes.wide)
     for name, samples in samples_by_name.items():
         what, _, who = name.partition(":")

@@ -22,9 +22,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def message_sizes(minbytes: int, maxbytes: int, factor: int) -> tuple[int, ...]:
-    """Return the sizes of nccl-tests' flags ``-b -e -f``; raise typer.BadParameter if there are none."""
+    """Return the sizes from ``minbytes`` to ``maxbytes``, each ``factor`` times the last; BadParameter if none."""
     if not 0 < minbytes <= maxbytes:
-        raise typer.BadParameter(f"-b is {minbytes} and -e is {maxbytes}: -b must be at least 1 and at most -e")
+        raise typer.BadParameter(f"-b is {minbytes}: it must be between 1 and -e, {maxbytes}")
     sizes = [minbytes]
     while sizes[-1] * factor <= maxbytes:
         sizes.append(sizes[-1] * factor)
@@ -32,12 +32,12 @@ def message_sizes(minbytes: int, maxbytes: int, factor: int) -> tuple[int, ...]:
 
 
 def parse_channel_counts(text: str) -> tuple[int | None, ...]:
-    """Parse a comma-separated list of counts that ``Limits`` takes, or ``auto`` for a ring's default."""
+    """Parse ``auto,8`` as (None, 8): counts that ``Limits`` takes, where None is a ring's default."""
     from ...comm import Limits
 
     parts = text.split(",")
     if not all(part == "auto" or part.isdigit() for part in parts):
-        raise typer.BadParameter(f"{text!r}: it takes a comma-separated list of counts, or auto for a ring's default")
+        raise typer.BadParameter(f"{text!r} is not a list of counts such as auto,8. auto is a ring's default.")
     counts = tuple(None if part == "auto" else int(part) for part in parts)
     try:
         for count in counts:
@@ -59,11 +59,11 @@ def parse_transports(text: str) -> tuple[str, ...]:
 
 
 def parse_beside(text: str, device: str) -> str:
-    """Return the kernel to run alongside the transfers; raise typer.BadParameter if it cannot run here."""
+    """Return the kernel to run beside the transfers (empty: the default); typer.BadParameter if it cannot run."""
     if text not in ("", FORWARD, MATMUL, "none"):
         raise typer.BadParameter(f"--beside is {text!r}: it takes {FORWARD}, {MATMUL} or none")
     if text == FORWARD and device == "cpu":
-        raise typer.BadParameter(f"--beside is {FORWARD}, which needs a GPU, and the device is cpu: take {MATMUL}")
+        raise typer.BadParameter(f"--beside is {FORWARD}: this kernel needs a GPU. On the CPU take {MATMUL}.")
     return text or (FORWARD if device == "cuda" else MATMUL)
 
 
@@ -91,14 +91,12 @@ def links_command(
         typer.Option(
             parser=parse_channel_counts,
             metavar="N,…",
-            help=f"NCCL channels; auto is a ring's default; default: {CHANNELS}.",
+            help=f"NCCL channels; auto: as a ring; default: {CHANNELS}.",
         ),
     ] = None,
     ctas: Annotated[
         Any,
-        typer.Option(
-            parser=parse_channel_counts, metavar="N,…", help="NCCL CTAs; auto is a ring's default; default: auto."
-        ),
+        typer.Option(parser=parse_channel_counts, metavar="N,…", help="NCCL CTAs; auto: as a ring; default: auto."),
     ] = None,
     beside: Annotated[
         str,
@@ -109,7 +107,7 @@ def links_command(
 ) -> None:
     """Measure bandwidth of every transport over every edge: one way, both ways, all at once, and during compute.
 
-    Flags and columns are those of nccl-tests. Time is that of the slowest participating rank, GB/s are per direction.
+    Flags and columns are those of nccl-tests. Times are those of the slowest rank. GB/s are per direction.
     """
     import torch
 
@@ -155,7 +153,7 @@ def setting_notes(timer: str) -> list[str]:
 
 
 def fastest_link_note(result: Result) -> list[str]:
-    """Return a note on the fastest row of the largest size, preferring processes and all edges at once."""
+    """Return a note on the fastest row of the largest size; rows of processes and of whole rings come first."""
     rows = [row for row in result.rows if row["transport"] != IN_PROCESS] or result.rows
     rows = [row for row in rows if row["edge"] == "all"] or rows
     if not rows:

@@ -31,7 +31,7 @@ STRIDE = 167
 ONE_WAY, BOTH_WAYS, RING = "one way", "both ways", "ring"
 BUFFERS = 2  # a send and a receive buffer
 CHECKS_PER_DEVICE = {"cpu": 2, "cuda": 10}
-"""Extra buffers of a check, in messages: expected bytes, differences, and on a GPU differences as int64 to count."""
+"""Memory of a check, in messages: the expected bytes and their differences, on a GPU also as int64 to count."""
 STEPS = 16  # least compute steps during the transfers, so that one step more or less matters little
 MOST_POSTS = 4096
 PROBES = 4  # transfers that determine the number of posts
@@ -44,7 +44,7 @@ UNITS = {
     "way": "", "ctas": "", "busbw": "GB/s", "compute slowed": "x", "transfer slowed": "x", "compute": "",
     "compute alone": "ms", "compute note": "",
 }  # fmt: skip
-"""Columns of nccl-tests, and the slowdown of compute and transfer when the largest message overlaps compute."""
+"""Units by column: those of nccl-tests, and how much compute and the largest message slow each other."""
 
 RankPair = tuple[int, int]
 
@@ -63,12 +63,12 @@ class LinksConfig:
     channels: tuple[int | None, ...] = (None,)  # None: a ring's default
     ctas: tuple[int | None, ...] = (None,)
     beside: str = "none"  # kernel alongside the transfers
-    must_open: bool = False  # True if transports were named, so that one that does not open is a failure
+    must_open: bool = False  # a transport that does not open is a failure, because --transport names it
 
 
 @dataclass(frozen=True)
 class TransferPattern:
-    """A pattern of concurrent transfers, as pairs of (source, destination)."""
+    """Transfers that run at the same time, as pairs of (source, destination) ranks."""
 
     name: str
     pairs: tuple[RankPair, ...]
@@ -83,7 +83,7 @@ class TransferPattern:
 
 
 def transfer_patterns(size: int) -> list[TransferPattern]:
-    """Return the patterns: one way over every edge, both ways over every pair, and the whole ring at once."""
+    """Return the patterns for ``size`` ranks: one way over every edge, both ways, and the whole ring at once."""
     onward = [(rank, (rank + 1) % size) for rank in range(size)]
     if size == 1:
         return [TransferPattern(ONE_WAY, (onward[0],))]
@@ -93,14 +93,14 @@ def transfer_patterns(size: int) -> list[TransferPattern]:
 
 
 def pattern_bytes(nbytes: int, source: int, turn: int, device: torch.device) -> Tensor:
-    """Return bytes that depend on position, sender and number of the check."""
+    """Return ``nbytes`` test bytes that depend on their position, the sending rank and the check's number ``turn``."""
     base = torch.arange(min(PERIOD, nbytes), device=device) * STRIDE + 5 * source + 11 * turn
     base = (base % 256).to(torch.uint8)
     return base.repeat(-(-nbytes // len(base)))[:nbytes].contiguous()
 
 
 class RankTransfers:
-    """This rank's sends and receives in a pattern, with reused buffers."""
+    """This rank's sends and receives of ``nbytes`` each in a pattern, with buffers that all transfers reuse."""
 
     def __init__(self, transport: Transport, way: TransferPattern, nbytes: int, device: torch.device) -> None:
         self._transport = transport
@@ -118,7 +118,7 @@ class RankTransfers:
         return bool(self.sends or self.receives)
 
     def post(self, after: Sequence[Fence] = ()) -> Fence:
-        """Post one transfer. A transport's transfers run in order, so the next may use the same buffers."""
+        """Post the sends and receives once. The next post may reuse the buffers, because posts run in order."""
         return self._transport.post(sends=self.sends, receives=self.receives, after=after)
 
     def count_wrong_bytes(self, turn: int) -> int:
@@ -135,7 +135,7 @@ class RankTransfers:
         return sum(int(torch.count_nonzero(message.tensor != expected)) for message, expected in received)
 
     def enqueue(self, count: int) -> None:
-        """Enqueue ``count`` transfers in order, after earlier and before later work of the current stream."""
+        """Enqueue ``count`` transfers, which run after earlier and before later work of the current stream."""
         if not self.is_participant:
             return
         first = self._transport.mark()
@@ -144,7 +144,7 @@ class RankTransfers:
             fence.wait()
 
     def run(self, count: int) -> None:
-        """Run ``count`` transfers to their end."""
+        """Run ``count`` transfers and wait for them."""
         self.enqueue(count)
         synchronize_compute(self._device)
 
@@ -156,11 +156,10 @@ def synchronize_compute(device: torch.device) -> None:
 
 
 def transfer_seconds(enqueue: Callable[[], None], device: torch.device, timer: str) -> float:
-    """Return the seconds of ``enqueue``.
+    """Return the seconds of the transfers that ``enqueue`` posts.
 
-    The clock runs from before the host posts the first transfer until the device has finished the last. Events are
-    recorded on the stream that transfers start from and that waits for the last. This stream is busy while the host
-    posts.
+    With the timer clock, the host's time starts before the first post and ends when the device has finished. Otherwise
+    events on the current stream measure the device's time. The stream is kept busy while the host posts.
     """
     if timer == "clock":
         begun = time.perf_counter()
@@ -178,7 +177,7 @@ def transfer_seconds(enqueue: Callable[[], None], device: torch.device, timer: s
 
 
 def transport_rows(transport: Transport, limits: Limits, config: LinksConfig, device: torch.device) -> list[Row]:
-    """Measure every pattern and size, the largest also alongside compute; every rank gets all rows."""
+    """Return a row per pattern and size, the same on all ranks; the largest size also runs beside compute."""
     rows: list[Row] = []
     patterns = transfer_patterns(transport.size)
     transport.warm_up(sorted({pair for way in patterns for pair in way.pairs}))
@@ -199,7 +198,7 @@ def transport_rows(transport: Transport, limits: Limits, config: LinksConfig, de
 def _timed(
     transport: Transport, ends: RankTransfers, config: LinksConfig, device: torch.device
 ) -> tuple[float, int | None]:
-    """Return seconds per transfer of the slowest rank, and the number of wrong bytes of all checks and ranks."""
+    """Return the slowest rank's seconds per transfer, and the wrong bytes on all ranks (None without checks)."""
     wrong_bytes = sum(ends.count_wrong_bytes(turn) for turn in range(config.checks))
     transport.gather(None)
     # Warm up after the gather, which ranks leave milliseconds apart. A transfer synchronizes its ends.
@@ -223,7 +222,7 @@ class ConcurrentRun(NamedTuple):
 
 
 def compute_step(kind: str, device: torch.device) -> Step:
-    """Return one step of compute, on the current stream or in the calling thread."""
+    """Return a function that runs the kernel ``kind`` once, on the current stream or in the calling thread."""
     if kind == FORWARD:
         q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3))
         return lambda: attention_forward(q, k, v)
@@ -234,9 +233,9 @@ def compute_step(kind: str, device: torch.device) -> Step:
 
 
 def compute_columns(transport: Transport, way: TransferPattern, config: LinksConfig, device: torch.device) -> Row:
-    """Return compute columns for the largest size over one pattern: the largest slowdown of any rank."""
+    """Return the columns of the largest size beside compute; slowdowns are the largest of any rank."""
     if transport.name == IN_PROCESS and device.type == "cpu":
-        return {"compute": config.beside, "compute note": "this transport copies inside post, so nothing overlaps"}
+        return {"compute": config.beside, "compute note": "nothing overlaps, because this transport copies inside post"}
     ends = RankTransfers(transport, way, config.sizes[-1], device)
     step = compute_step(config.beside, device) if ends.is_participant else None
 
@@ -253,22 +252,18 @@ def compute_columns(transport: Transport, way: TransferPattern, config: LinksCon
     slowed = None
     if step is not None:
         run = _on_gpu if device.type == "cuda" else _on_host
-        run_together = run(ends, posts, step, device, math.ceil(RATIO * transfers / alone))
-        slowed = (
-            (run_together.compute / run_together.steps / alone, run_together.transfers / transfers)
-            if run_together.steps
-            else None
-        )
+        both = run(ends, posts, step, device, math.ceil(RATIO * transfers / alone))
+        slowed = (both.compute / both.steps / alone, both.transfers / transfers) if both.steps else None
     slowdowns: list[Any] = [ratios for ratios in transport.gather(slowed) if ratios is not None]
     columns = {"compute": config.beside, "compute alone": alone * 1e3}
     if not slowdowns:
-        return {**columns, "compute note": "transfers ended before one compute step"}
+        return {**columns, "compute note": "not measured, because the transfers ended before one compute step"}
     compute, transfer = (max(ratios) for ratios in zip(*slowdowns, strict=True))
     return {**columns, "compute slowed": compute, "transfer slowed": transfer}
 
 
 def _steps_alone(step: Step, device: torch.device) -> float:
-    """Return the seconds of one compute step, from ``STEPS`` in a row after as many to warm up."""
+    """Return the seconds of a step without transfers: the mean of ``STEPS``, after as many to warm up."""
 
     def steps() -> None:
         for _ in range(STEPS):
@@ -279,7 +274,7 @@ def _steps_alone(step: Step, device: torch.device) -> float:
 
 
 def _on_host(ends: RankTransfers, posts: int, step: Step, _device: torch.device, _steps: int) -> ConcurrentRun:
-    """Compute until the host sees that the last transfer has ended."""
+    """Post ``posts`` transfers, then compute until the last transfer has ended; the host measures the times."""
     begun = time.perf_counter()
     fences = [ends.post() for _ in range(posts)]
     posted = time.perf_counter()
@@ -294,7 +289,7 @@ def _on_host(ends: RankTransfers, posts: int, step: Step, _device: torch.device,
 
 
 def _on_gpu(ends: RankTransfers, posts: int, step: Step, device: torch.device, steps: int) -> ConcurrentRun:
-    """Enqueue transfers and steps at once; events tell which steps ended before the transfers."""
+    """Enqueue ``posts`` transfers and ``steps`` compute steps; events tell which steps ended before the transfers."""
     event: Callable[..., torch.cuda.Event] = torch.cuda.Event
     begun, transfers_ended = event(enable_timing=True), event(enable_timing=True)
     ended = [event(enable_timing=True) for _ in range(steps)]
@@ -320,7 +315,7 @@ def _on_gpu(ends: RankTransfers, posts: int, step: Step, device: torch.device, s
 
 
 def measure_group(group: Group, config: LinksConfig, device: torch.device) -> Result:
-    """Measure every transport with every limit in turn; every rank gets the rows."""
+    """Measure every transport under every limit; return the same rows on every rank."""
     result = Result("bench links", UNITS)
     for name in config.transports:
         for limits in transport_limits(name, config):
@@ -339,7 +334,7 @@ def measure_group(group: Group, config: LinksConfig, device: torch.device) -> Re
 
 
 def transport_limits(name: str, config: LinksConfig) -> Iterator[Limits]:
-    """Yield the limits to measure a transport with; no limits if it has neither channels nor CTAs."""
+    """Yield the channels and CTAs to measure a transport with; empty limits if the transport has none."""
     if name not in swept_transports():
         yield Limits()
         return
@@ -349,7 +344,7 @@ def transport_limits(name: str, config: LinksConfig) -> Iterator[Limits]:
 
 
 def open_or_explain(group: Group, name: str, device: torch.device, limits: Limits) -> Transport | str:
-    """Return the transport, or the reason why it does not open; the same on all ranks."""
+    """Return the opened transport, or why it does not open; if one rank fails, all ranks get a reason."""
     problem, opened = "", None
     try:
         (opened,) = open_transports(group, transport=name, device=device, limits=limits)
@@ -368,7 +363,7 @@ def open_or_explain(group: Group, name: str, device: torch.device, limits: Limit
 
 
 def measure_everywhere(world: int, config: LinksConfig) -> Result:
-    """Measure between processes, and without a launcher also ``local`` between virtual ranks; collect failures."""
+    """Measure between ``world`` processes, and ``local`` between virtual ranks; wrong bytes are failures."""
     result = Result("bench links", UNITS)
     between = tuple(name for name in config.transports if name != IN_PROCESS or launched_rank() is not None)
     if between:
@@ -402,7 +397,7 @@ def _measure_virtual_rank(config: LinksConfig, device: torch.device, group: Loca
 def check_message_fits(config: LinksConfig, ranks_here: int, *, launched: bool) -> None:
     """Raise typer.BadParameter if the largest message does not fit into this machine's free memory.
 
-    Virtual ranks count as processes on the CPU and share one GPU. Under a launcher there are none.
+    Virtual ranks of ``local`` count as processes on the CPU and share one GPU. A launcher's ranks are processes.
     """
     device = torch.device(config.device)
     messages = BUFFERS + (CHECKS_PER_DEVICE[config.device] if config.checks else 0)

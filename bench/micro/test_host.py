@@ -1,7 +1,7 @@
 """Time what the host computes for a call: layouts, masks, schedules, plans, tile look-up and posting one hop.
 
-The functions under test cache their results. Benchmarks of uncached work therefore change the sequence length in every
-round, so that no round finds the result of an earlier one.
+The functions under test cache their results. Benchmarks without a cache therefore use a new sequence length in every
+round.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_two_level_schedule(uncached: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_plan(uncached: Callable[..., None], name: str) -> None:
-    """Time planning one rank's part of a new call: its schedule, and the bounds of each of its hops."""
+    """Time one rank's plan of a new call: the schedule, and the bounds of each of the rank's hops."""
 
     def work(seqlen: int) -> object:
         return plan(Layout.zigzag(seqlen, WORLD), MASKS[name](seqlen), 3, 1, CPU)
@@ -119,7 +119,7 @@ def world_of_two() -> Iterator[LocalWorld]:
 
 
 def test_call_on_two_ranks_without_tokens(benchmark: Any, world_of_two: LocalWorld) -> None:
-    """Time the same on two virtual ranks, which also compare their arguments. Includes starting two threads."""
+    """Time such a call on two virtual ranks, which also start two threads and compare their arguments."""
     q = torch.empty(0, 1024, 8, 64)
 
     def call(group: GroupLike) -> None:
@@ -130,7 +130,7 @@ def test_call_on_two_ranks_without_tokens(benchmark: Any, world_of_two: LocalWor
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_posting_a_ring_pass(benchmark: Any, phase: str) -> None:
-    """Time the host's part of one pass over 8 hops. Without a GPU the device calls are stubs: a lower bound."""
+    """Time the host's part of a pass over 8 hops; without a GPU a lower bound, because device calls are stubs."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
     config = AttentionConfig(8 * 4096, 8, 1, 32, 32, 128, "bfloat16", causal=False, layout="contiguous")
     with ring_of_one(device) as ring:

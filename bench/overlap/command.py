@@ -69,9 +69,8 @@ def overlap(
     device = flags.parse_device_kind(device)
     on_gpu = device == "cuda"
     if on_gpu:
-        flags.check_mode(
-            context, "on a GPU, because only CPU links are throttled", context.params.keys() - {"link_share"}
-        )
+        mode = "on a GPU, because only CPU links are throttled"
+        flags.check_mode(context, mode, context.params.keys() - {"link_share"})
     world = flags.resolve_world(world, max(2, torch.cuda.device_count() if on_gpu else 0))
     kv_heads = flags.resolve_kv_heads(heads, kv_heads)
     flags.check_chunks(chunks, kv_heads)
@@ -84,8 +83,8 @@ def overlap(
         world * tokens, world, batch, heads, kv_heads, head_dim, dtype or ("bfloat16" if on_gpu else "float32"),
         causal, layout.value, flags.resolve_threads(threads, world), seed, device, transport,
     )  # fmt: skip
-    each = partial(settings_bytes, slots=[slots for slots, _, _ in settings])
-    check_ranks_fit("--tokens", problem, each, per_rank=True)
+    needed_for = partial(settings_bytes, slots=[slots for slots, _, _ in settings])
+    check_ranks_fit("--tokens", problem, needed_for, per_rank=True)
     config = OverlapConfig(problem, settings, repeats, None if on_gpu else link_share, timer)
     result = run_process_group(world, measure_overlap, config, device=device)
     result.notes = [*(f"skipped: {reason}" for reason in reasons), *result.notes]
@@ -96,7 +95,7 @@ def overlap(
 def ring_settings_grid(
     slots: list[int], prefetch: list[int], chunks: list[int], world: int
 ) -> tuple[tuple[BufferSetting, ...], list[str]]:
-    """Return all valid (slots, prefetch, chunks) and why others are not; raise typer.BadParameter if there are none."""
+    """Return all valid (slots, prefetch, chunks), and the reasons against the rest; BadParameter if none is valid."""
     from ...ring.ring import check_slots
 
     pairs, reasons = [], []

@@ -1,7 +1,7 @@
 """Times a ring's forward and backward in three ways with the same loop: compute alone, communication alone, together.
 
-Compute alone does the same work on the same slots over a transport that moves no data. Communication alone makes the
-same transfers without compute. There is no other difference.
+Compute alone uses a transport that moves no data. Communication alone uses a local kernel that computes nothing. The
+slots and everything else are the same.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StillTransport:
         return getattr(self._transport, name)
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
-        """Count the larger direction, which determines a link's time, and return a completed fence."""
+        """Add the bytes of the sends or of the receives, whichever are more, and return a completed fence."""
         self.nbytes += max(sum(message.tensor.nbytes for message in messages) for messages in (sends, receives))
         return DONE
 
@@ -69,7 +69,7 @@ class IdleBackend:
     dq = fold
 
     def dkdv(self, *_tensors: object, accum: Callable[[], Tensors] | None, **_options: object) -> None:
-        """Wait for the accumulators."""
+        """Wait until the accumulators have arrived."""
         if accum is not None:
             accum()
 
@@ -77,7 +77,7 @@ class IdleBackend:
 
 
 class RankPasses:
-    """One rank's random inputs and a ring's passes over them; ``revised`` may replace the ring's plan."""
+    """One rank's random inputs and a ring's passes over them; ``revise_plan`` may change the ring's plan."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class RankPasses:
         self.out, self.lse = self.run(FORWARD, TOGETHER)
 
     def run(self, phase: str, kind: str) -> Tensors:
-        """Run a pass; return out and lse, or dq, dk and dv, or nothing for communication alone."""
+        """Run a phase in one of the three ways; return out and lse, or dq, dk and dv (nothing for communication)."""
         with torch.no_grad(), self._ring.call(self._plan, phase, self.q, self.k) as call:
             still_transports = [StillTransport(transport) for transport in call.transports] if kind == COMPUTE else []
             if still_transports:
@@ -137,11 +137,11 @@ class OverlapConfig:
     settings: tuple[BufferSetting, ...]
     repeats: int = 5
     link_share: float | None = 0.8  # ratio of communication to compute time to throttle to; None: unthrottled
-    timer: str = ""  # one of OF_RINGS; empty: the device's default
+    timer: str = ""  # one of RING_TIMERS; empty: the device's default
 
 
 def measure_overlap(place: LaunchedRank, device: torch.device, config: OverlapConfig) -> Result:
-    """Run one rank of the measurement; every rank gets the rows."""
+    """Run the measurement as one rank; return the same rows on every rank."""
     problem = config.problem
     torch.set_num_threads(problem.threads)
     speed = None if config.link_share is None else link_speed(config, config.link_share, device)
@@ -164,7 +164,7 @@ def measure_overlap(place: LaunchedRank, device: torch.device, config: OverlapCo
 
 
 def link_speed(config: OverlapConfig, share: float, device: torch.device) -> float:
-    """Return the bytes per second at which a step's transfers take ``share`` of its compute time."""
+    """Return the bytes per second at which a step's transfers take ``share`` times its compute time."""
     with Ring(transport=config.problem.transport, chunks=config.settings[0][2]) as ring:
         shard = RankPasses(config.problem, ring, device)
         steps = {phase: partial(shard.run, phase, COMPUTE) for phase in PHASES}
@@ -176,7 +176,7 @@ def link_speed(config: OverlapConfig, share: float, device: torch.device) -> flo
 def overlap_rows(
     config: OverlapConfig, rings: Mapping[BufferSetting, Ring], device: torch.device, step: Progress
 ) -> list[Row]:
-    """Time everything in turns; return rows per ring and phase, and per ring's step."""
+    """Time all rings in turns; return for each ring a row per phase and one for both phases together."""
     steps: dict[str, Callable[[], object]] = {}
     for setting, ring in rings.items():
         shard = RankPasses(config.problem, ring, device)
@@ -203,11 +203,8 @@ def overlap_rows(
 
 
 def _step_name(setting: BufferSetting, phase: str, kind: str) -> str:
-    """Return a timed step's name; compute and communication alone are timed once per number of chunks."""
+    """Return the key of a timed run; settings with equal chunks share the runs of compute and communication alone."""
     return str((setting if kind == TOGETHER else setting[2], phase, kind))
-
-
-# Evaluation; bench/README.md has the formulas.
 
 
 class PhaseTimes(NamedTuple):
@@ -219,7 +216,7 @@ class PhaseTimes(NamedTuple):
     computing_chunks: int = 1  # computing chunks of all hops of the phase
 
     def as_columns(self) -> dict[str, Any]:
-        """Return the row's columns."""
+        """Return the columns of these times; ``bench/overlap/README.md`` has the formulas."""
         compute, communication, together = (samples.median for samples in self[:3])
         larger = max(compute, communication)
         # Bound for a ring that overlaps: the larger of the two, plus 5%, plus one chunk of one hop.
@@ -239,7 +236,7 @@ class PhaseTimes(NamedTuple):
 
 
 def sum_phases(forward: PhaseTimes, backward: PhaseTimes) -> PhaseTimes:
-    """Add forward and backward of one ring to a step, run by run."""
+    """Return the times of forward and backward together, added run by run."""
     pairs = zip(forward[:3], backward[:3], strict=True)
     compute, communication, together = (
         Samples(tuple(map(sum, zip(x.seconds, y.seconds, strict=True)))) for x, y in pairs
@@ -248,7 +245,7 @@ def sum_phases(forward: PhaseTimes, backward: PhaseTimes) -> PhaseTimes:
 
 
 def unlikely_notes(rows: Sequence[Row]) -> list[str]:
-    """Return a note if a ring hides more than 100%, because then the separate runs are inconsistent."""
+    """Return a note if a ring hides more than 100% of its communication, which shows that the runs disagree."""
     wrong = [
         f"{row['phase']} with {row['slots']} slots, prefetch {row['prefetch']}, "
         f"{count_noun(row['chunks'], 'chunk')} ({row['overlap']:.0f}%)"
@@ -259,14 +256,13 @@ def unlikely_notes(rows: Sequence[Row]) -> list[str]:
         return []
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return [
-        f"overlap above 100% is impossible: {wrong[0]}{more}. Compute or communication alone was slower than "
-        "together: the machine was busy, or transfers are too short; run again with longer shards (--tokens) "
-        "or more --repeats"
+        f"overlap above 100% is impossible: {wrong[0]}{more}. The machine was busy, or the transfers are too short. "
+        "Run again with more --tokens or --repeats."
     ]
 
 
 def buffer_verdict(rows: Sequence[Row], repeats: int) -> str:
-    """Return how much of a step the third buffer saves, by chunks, with the spread of the runs."""
+    """Return a note: by how much a third buffer shortens a step, and the spread of the runs, by chunks."""
     steps = {(row["slots"], row["prefetch"], row["chunks"]): row for row in rows if row["phase"] == STEP}
     savings = []
     for chunks in sorted({row["chunks"] for row in rows}):
@@ -274,9 +270,7 @@ def buffer_verdict(rows: Sequence[Row], repeats: int) -> str:
         if two is not None and three is not None:
             spread = max(two["spread"], three["spread"])
             spread_text = "" if repeats == 1 else f" ±{spread:.1f}%"
-            savings.append(
-                f"{100 - 100 * three['together'] / two['together']:+.1f}%{spread_text} with "
-                f"{count_noun(chunks, 'chunk')}"
-            )
-    listed = ", ".join(savings) or "not measured (needs --slots 2,3 --prefetch 1,2 and at least three ranks)"
+            saved = 100 - 100 * three["together"] / two["together"]
+            savings.append(f"{saved:+.1f}%{spread_text} with {count_noun(chunks, 'chunk')}")
+    listed = ", ".join(savings) or "not measured, needs --slots 2,3 --prefetch 1,2 and three ranks"
     return f"step time saved by the third buffer: {listed}"

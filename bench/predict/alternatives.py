@@ -22,9 +22,9 @@ from .ring_time import Pass, ideal_seconds, predict_passes
 MIN_RING_SLOTS = 2  # for a ring of more than two ranks
 REORDER_PASSES = 2  # one read and one write of a tensor to bring it into the order that a collective or a kernel takes
 AlternativeOption = tuple[str, int, Callable[..., Sequence[Pass]], str]
-"""A method before its prediction: name, bytes of a rank, a function that predicts the passes, and a note.
+"""A method before its prediction: name, bytes per rank, function that predicts the passes, and note.
 
-The function of a ring accepts other ``links``.
+A ring's function accepts other ``links``.
 """
 
 
@@ -49,7 +49,7 @@ class Alternative:
 def predict_alternatives(
     call: PredictedCall, inputs: PredictionInputs, *, capacity: float = math.inf
 ) -> list[Alternative]:
-    """Predict all methods, fastest first; those that exceed ``capacity`` bytes come last, with a note."""
+    """Return all methods, fastest first; methods that need more than ``capacity`` bytes come last, without passes."""
     results = []
     links = inputs.links.spread(nics_per_node(call, inputs))
     for name, needed, passes, note in alternative_options(call, inputs):
@@ -57,11 +57,8 @@ def predict_alternatives(
             spread = tuple(passes(links=links)) if is_flat_across_nodes(call, name) else ()
             results.append(Alternative(name, needed, tuple(passes()), note, spread))
         else:
-            results.append(
-                Alternative(
-                    name, needed, note=f"does not fit: needs {human_count(needed, 'B')} of {human_count(capacity, 'B')}"
-                )
-            )
+            note = f"does not fit: needs {human_count(needed, 'B')}, the GPU has {human_count(capacity, 'B')}"
+            results.append(Alternative(name, needed, note=note))
     return sorted(results, key=lambda way: (way.seconds, way.memory))
 
 
@@ -71,18 +68,14 @@ def nics_per_node(call: PredictedCall, inputs: PredictionInputs) -> int:
 
 
 def is_flat_across_nodes(call: PredictedCall, name: str) -> bool:
-    """Return True if a method is one ring through several nodes, with one transfer at a time between nodes."""
+    """Return True if the method is a ring in which each node sends to the next node with one GPU."""
     return call.nodes > 1 and call.per_node > 1 and name in (FLAT, BASELINE)
 
 
 def alternative_options(call: PredictedCall, inputs: PredictionInputs) -> Iterator[AlternativeOption]:
     """Yield our rings, and the other methods if the call is plain."""
-    arguments: dict[str, Any] = {
-        "speed": inputs.speed,
-        "links": inputs.links,
-        "perturbation": inputs.perturbation,
-        "phases": inputs.phases,
-    }
+    names = ("speed", "links", "perturbation", "phases")
+    arguments: dict[str, Any] = {name: getattr(inputs, name) for name in names}
     rings = [call]
     if call.is_two_level:
         rings.append(replace(call, two_level=False, slots=max(call.slots, MIN_RING_SLOTS)))
@@ -117,10 +110,10 @@ def alternative_options(call: PredictedCall, inputs: PredictionInputs) -> Iterat
 
 
 def all_gather_passes(call: PredictedCall, inputs: PredictionInputs) -> list[Pass]:
-    """Predict an all-gather of K and V and one launch; the backward gathers again, then reduce-scatters fp32 dK and dV.
+    """Predict a method that gathers K and V on every rank and computes in one launch per pass.
 
-    A ring of P ranks moves P - 1 shards past every rank. Over several nodes, the slowest edge of that ring counts. All
-    ranks wait for the rank whose launch takes longest.
+    The backward gathers again, and reduce-scatters fp32 dK and dV. The all-gather is a ring of P ranks that moves P - 1
+    shards past every rank, at the speed of its slowest edge. All ranks wait for the rank whose launch takes longest.
     """
     kv = 2 * call.batch * call.tokens * call.kv_heads * call.head_dim
     link = _gather_link(call, inputs.links) if call.nodes > 1 else inputs.links.inside.collective_link
@@ -143,7 +136,7 @@ def all_gather_passes(call: PredictedCall, inputs: PredictionInputs) -> list[Pas
 
 
 def _gather_link(call: PredictedCall, links: ClusterLinks) -> LinkSpeed:
-    """Return a rank's link in a gather over nodes: every NIC brings a part of the other nodes' shards."""
+    """Return the effective link of a rank in an all-gather over nodes, in which all NICs of a node receive."""
     inside, between = links.inside.collective_link, links.far(call.per_node).collective_link
     far_share = (call.world - call.per_node) / call.per_node / max(call.world - 1, 1)
     inside_share = 1.0 if call.per_node > 1 else 0.0
@@ -152,7 +145,7 @@ def _gather_link(call: PredictedCall, links: ClusterLinks) -> LinkSpeed:
 
 
 def group_call(call: PredictedCall, degree: int) -> PredictedCall:
-    """Return the ring of groups: neighbouring ranks, each with a part of the heads of the group's tokens."""
+    """Return the call of one ring over groups of ``degree`` ranks: all tokens of a group, 1 / degree of the heads."""
     ranks, inside = call.world // degree, call.per_node % degree == 0
     return replace(
         call, tokens=call.tokens * degree, world=ranks, nodes=call.nodes if inside else ranks,
@@ -164,10 +157,10 @@ def group_call(call: PredictedCall, degree: int) -> PredictedCall:
 def ulysses_passes(
     call: PredictedCall, degree: int, inputs: PredictionInputs, ring: Callable[..., tuple[Pass, ...]] = predict_passes
 ) -> list[Pass]:
-    """Predict all-to-alls around a ring of groups; their time is fully exposed.
+    """Predict Ulysses over groups of ``degree`` ranks and rings between the groups; the all-to-alls are exposed.
 
-    As many rings run side by side as a group has ranks. One ring is simulated for all, with the slowest GPU of each
-    group. With a single group, the ring is one launch.
+    ``ring`` predicts the passes of one ring. A group's ranks are in ``degree`` rings, which run at the same time. One
+    of them is simulated, with the slowest GPU of each group. With a single group, the ring is one launch.
     """
     group, exchange = group_call(call, degree), exchange_seconds(call, degree, inputs)
     if group.world == 1:
@@ -186,8 +179,8 @@ def ulysses_passes(
 def exchange_seconds(call: PredictedCall, degree: int, inputs: PredictionInputs) -> float:
     """Return the seconds of the two all-to-alls of a pass.
 
-    The first moves q, k and v (backward: dout), the second out (backward: dq, dk and dv). Each tensor is rearranged
-    before and after. If there are fewer key/value heads than ranks, each is sent to several ranks.
+    The first moves q, k and v (in the backward dout), the second out (in the backward dq, dk and dv). Each tensor is
+    rearranged before and after. If there are fewer key/value heads than ranks, each head is sent to several ranks.
     """
     inside = call.per_node % degree == 0
     link = (inputs.links.inside if inside else inputs.links.far(call.per_node)).collective_link

@@ -21,9 +21,8 @@ ATTEND, MERGE = "attention", "merge"
 BUFFERS = 2
 # Bytes of memory traffic per element of the head, per row.
 FIRST_BYTES = 2 + 4  # the first result as fp32
-MERGE_BYTES = (
-    (2 + 4) + (4 + 4 + 4) + (4 + 4) + (4 + 4 + 4)
-)  # block.float(); out - block; times the weight; out minus that
+# block.float(); out - block; times the weight; out minus that
+MERGE_BYTES = (2 + 4) + (4 + 4 + 4) + (4 + 4) + (4 + 4 + 4)
 SLICED_BYTES = 4 + 4  # copy back results of a part of the rows
 LAST_BYTES = 4 + 2  # the result in the model's dtype
 GRADIENT_BYTES = 4 + 2 + 4  # dq += block; the same for the dK and dV that arrived
@@ -66,7 +65,7 @@ def _simulated(call: PredictedCall, speed: Speed, links: ClusterLinks, perturbat
 
 
 def _area(call: PredictedCall, rank: int, step: int) -> Area | None:
-    """Return the area that a rank computes in a step, or None."""
+    """Return the part of the (query, key) plane that a rank computes in a step; None if it sees no key."""
     tokens = call.tokens
     if not call.mask.causal or step == 0 or call.layout == "striped":
         return full_area(tokens, causal=call.mask.causal)
@@ -77,7 +76,7 @@ def _area(call: PredictedCall, rank: int, step: int) -> Area | None:
 
 
 class _Writer:
-    """Writes a program. A posted group waits for all launches so far, as torch's streams do."""
+    """Builds one rank's program and its costs. A posted group waits for all launches so far, as torch's streams do."""
 
     def __init__(self, call: PredictedCall, rank: int, phase: str) -> None:
         self.call, self.rank, self.phase = call, rank, phase
@@ -95,7 +94,7 @@ class _Writer:
         self.last = len(self.ops) - 1
 
     def exchange(self, kind: TransferKind, step: int, itemsize: int) -> set[int]:
-        """Post the transfers of a step; return the operations that a consumer of the received data waits for."""
+        """Post the transfers of a step; return the indices of the operations after which the data have arrived."""
         after = () if self.last is None else (self.last,)
         world, nbytes = self.call.world, self.call.tokens * self.kv_row * itemsize
         to, source = (self.rank + 1) % world, (self.rank - 1) % world

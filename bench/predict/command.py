@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from .speed import DRAWS, GPUS, MOST_RANKS
 if TYPE_CHECKING:  # these import torch, which would slow --help
     from .alternatives import Alternative
     from .inputs import PredictionInputs
+    from .links import ClusterLinks
     from .predicted_call import PredictedCall
     from .speed import Speed
 
@@ -49,7 +50,7 @@ def parse_slow_rank(text: str) -> tuple[int, float]:
     try:
         return int(rank), float(factor)
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: it must be RANK=FACTOR, such as 3=1.5") from None
+        raise typer.BadParameter(f"{text!r} is not RANK=FACTOR, such as 3=1.5") from None
 
 
 def parse_axes(text: str) -> dict[str, list[int]]:
@@ -60,61 +61,107 @@ def parse_axes(text: str) -> dict[str, list[int]]:
         first, last = (flags.parse_size_text(end) for end in (span if ".." in span else "0..0").split("..", 1))
         result[name] = [first << step for step in range(64) if first << step <= last] if first else []
     if set(result) != {"tokens", "gpus"} or not all(result.values()):
-        raise typer.BadParameter(f"{text!r}: it must have the form tokens=1k..128k,gpus=2..16k")
+        raise typer.BadParameter(f"{text!r} does not have the form tokens=1k..128k,gpus=2..16k")
     return result
 
 
-@app.command()
-def predict(
-    context: typer.Context,
+@dataclass(frozen=True)
+class ShapeFlags:
+    """Size of the call, the GPUs that share it, and the passes to predict."""
+
     tokens: Annotated[
         Any, typer.Option(parser=flags.count, metavar="SIZE", help=f"Tokens per rank; default: {TOKENS}.")
-    ] = None,
+    ] = None
     seqlen: Annotated[
         Any, typer.Option(parser=flags.count, metavar="SIZE", help="Total tokens, instead of --tokens.")
-    ] = None,
+    ] = None
     world: Annotated[
         Any,
         typer.Option("--world", "--gpus", parser=flags.count, metavar="COUNT", help="Number of GPUs, one rank each."),
-    ] = str(WORLD),
-    nodes: Annotated[int, typer.Option(min=1, help="Number of machines; several make a two-level ring.")] = 1,
-    nics: Annotated[int | None, typer.Option(min=1, help="NICs per node; default and maximum: one per GPU.")] = None,
-    layout: flags.LayoutOrFile = flags.LayoutName.zigzag,
-    heads: flags.Heads = 32,
-    kv_heads: flags.KvHeads = None,
-    head_dim: flags.HeadDim = 128,
-    batch: flags.Batch = 1,
-    dtype: flags.Dtype = "bf16",
-    passes: Annotated[PassName, typer.Option("--pass", help="forward (inference) or both (training).")] = PassName.both,
-    causal: flags.Causal = True,
-    window: flags.Window = None,
-    cu_seqlens: flags.CuSeqlens = None,
-    documents: flags.MeanDocumentLength = None,
-    documents_seed: flags.DocumentsSeed = None,
-    prefix_length: flags.PrefixLength = None,
-    block_mask: flags.BlockMaskPattern = None,
+    ] = str(WORLD)
+    nodes: Annotated[int, typer.Option(min=1, help="Number of machines; several make a two-level ring.")] = 1
+    nics: Annotated[int | None, typer.Option(min=1, help="NICs per node; default and maximum: one per GPU.")] = None
+    layout: flags.LayoutOrFile = flags.LayoutName.zigzag
+    heads: flags.Heads = 32
+    kv_heads: flags.KvHeads = None
+    head_dim: flags.HeadDim = 128
+    batch: flags.Batch = 1
+    dtype: flags.Dtype = "bf16"
+    passes: Annotated[PassName, typer.Option("--pass", help="forward (inference) or both (training).")] = PassName.both
+
+
+@dataclass(frozen=True)
+class MaskFlags:
+    """Mask of the attention."""
+
+    causal: flags.Causal = True
+    window: flags.Window = None
+    cu_seqlens: flags.CuSeqlens = None
+    documents: flags.MeanDocumentLength = None
+    documents_seed: flags.DocumentsSeed = None
+    prefix_length: flags.PrefixLength = None
+    block_mask: flags.BlockMaskPattern = None
+
+
+@dataclass(frozen=True)
+class HardwareFlags:
+    """Speed of the kernels and of the links."""
+
     kernels: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measured kernel speeds: JSON of bench kernels or of a suite.")
-    ] = None,
+    ] = None
     gpu: Annotated[
-        str | None,
-        typer.Option(help=f"GPU model: {', '.join(GPUS)}; default: that of --kernels, else h100."),
-    ] = None,
+        str | None, typer.Option(help=f"GPU model: {', '.join(GPUS)}; default: that of --kernels, else h100.")
+    ] = None
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s of the forward kernel at 16k tokens, causal or full like this call.")
-    ] = None,
+    ] = None
     backward_tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s of both backward kernels, counted as 2.5 forwards.")
-    ] = None,
+    ] = None
     link: Annotated[
         str | None,
         typer.Option(help=f"{', '.join(PRESETS)}; GB/s,10us; or JSON of bench links. Default: that of the GPU."),
-    ] = None,
-    link_between: Annotated[str | None, typer.Option(help="Link of a NIC, as for --link; default: ib400.")] = None,
-    chunks: Annotated[int, typer.Option(min=1, help="Groups of heads that are sent and computed separately.")] = 1,
-    slots: Annotated[int, typer.Option(min=1, help="Receive buffers for K/V.")] = 3,
-    wire_dtype: flags.WireDtype = None,
-    grad_wire_dtype: flags.GradWireDtype = None,
+    ] = None
+    link_between: Annotated[str | None, typer.Option(help="Link of a NIC, as for --link; default: ib400.")] = None
+
+
+@dataclass(frozen=True)
+class RingFlags:
+    """Arguments of ``Ring``."""
+
+    chunks: flags.Chunks = 1
+    slots: Annotated[int, typer.Option(min=1, help="Receive buffers for K/V.")] = 3
+    wire_dtype: flags.WireDtype = None
+    grad_wire_dtype: flags.GradWireDtype = None
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """Files to write, and a map instead of one call."""
+
+    sweep: Annotated[
+        Any,
+        typer.Option(
+            parser=parse_axes,
+            metavar="tokens=1k..128k,gpus=2..16k",
+            help="Predict a map over tokens per GPU and GPUs instead.",
+        ),
+    ] = None
+    picture: Annotated[Path, typer.Option(metavar="FILE", help="File of the map, PNG or SVG.")] = PICTURE
+    trace: flags.Trace = None
+    json: flags.Json = None
+    csv: flags.Csv = None
+
+
+@app.command()
+@flags.expand_records
+def predict(
+    context: typer.Context,
+    shape: ShapeFlags,
+    mask: MaskFlags,
+    hardware: HardwareFlags,
+    ring: RingFlags,
     slow: Annotated[
         list[Any] | None,
         typer.Option(
@@ -125,87 +172,101 @@ def predict(
         float, typer.Option(help=f"Random spread of launch times, 0.05 is 5%; {DRAWS} draws; up to {MOST_RANKS} GPUs.")
     ] = 0.0,
     memory_gb: Annotated[float | None, typer.Option("--memory", help="Memory of a GPU in GB.")] = None,
-    sweep: Annotated[
-        Any,
-        typer.Option(
-            parser=parse_axes,
-            metavar="tokens=1k..128k,gpus=2..16k",
-            help="Predict a map over tokens per GPU and GPUs instead.",
-        ),
-    ] = None,
-    picture: Annotated[Path, typer.Option(metavar="FILE", help="File of the map, PNG or SVG.")] = PICTURE,
-    trace: flags.Trace = None,
-    json: flags.Json = None,
-    csv: flags.Csv = None,
+    *,
+    output: OutputFlags,
 ) -> None:
     """Predict time, exposed communication and memory of a ring of any size by simulating its real loops."""
+    picture, sweep = output.picture, output.sweep
     check_writable(picture)
     flags.check_needs(context, {"picture": "sweep", "documents_seed": "documents", "backward_tflops": "tflops"})
     flags.check_exclusive(context, "tokens", "seqlen")
     flags.check_exclusive(context, "kernels", "tflops")
     for name in ONE_RING_FLAGS:
         flags.check_exclusive(context, "sweep", name)
-    from ...ring import Layout
-    from ..common.attention import AttentionConfig, document_boundaries
-    from .inputs import PredictionInputs, check_above_zero, resolve_speed
-    from .links import ClusterLinks, parse_link
-    from .predicted_call import PredictedCall
+    from .inputs import PredictionInputs, check_above_zero
     from .program import PASSES
     from .speed import Perturbation
 
     try:
         if picture.suffix not in (".png", ".svg"):
             raise ValueError(f"picture is {str(picture)!r}: it must end in .png or .svg")
-        held = layout.value if isinstance(layout, flags.LayoutName) else flags.read_layout(context, layout, *WHOLE_RING)
-        if isinstance(held, Layout):
-            if len({*held.lengths}) > 1:
-                shortest, longest = min(held.lengths), max(held.lengths)
-                raise ValueError(
-                    f"layout is {layout}, with shards of {shortest:,} to {longest:,} tokens: they must be equal"
-                )
-            world, seqlen = held.world, held.seqlen
-        max_gpus = max(sweep["gpus"]) if sweep else world
+        shape = _read_layout(context, shape)
+        max_gpus = max(sweep["gpus"]) if sweep else shape.world
         if max_gpus > MOST_GPUS:
-            raise ValueError(
-                f"{'gpus of sweep' if sweep else 'world'} is {max_gpus:,}: it must be at most {MOST_GPUS:,} GPUs"
-            )
+            flag = "gpus of sweep" if sweep else "world"
+            raise ValueError(f"{flag} is {max_gpus:,}: it must be at most {MOST_GPUS:,}")
         check_above_zero("GB", memory=memory_gb)
-        if seqlen is not None and seqlen % world:
-            fits = max(seqlen // world, 1) * world
-            raise ValueError(f"seqlen is {seqlen:,}: it must be a multiple of the {world:,} ranks, such as {fits:,}")
-        tokens = tokens or (seqlen or TOKENS * world) // world
-        boundaries = document_boundaries(tokens * world, cu_seqlens, documents, documents_seed)
-        config = AttentionConfig(
-            tokens * world, batch=batch, causal=causal, window=window or (-1, -1), prefix_length=prefix_length,
-            cu_seqlens=None if boundaries is None else tuple(boundaries), block_mask=block_mask, layout="contiguous",
-        )  # fmt: skip
-        call = PredictedCall(
-            tokens, world, held, config.mask, heads, flags.resolve_kv_heads(heads, kv_heads), head_dim, batch, dtype,
-            nodes, chunks=chunks, slots=slots, wire_dtype=wire_dtype, grad_wire_dtype=grad_wire_dtype,
-        )  # fmt: skip
-        if max_gpus <= call.per_node and (link_between is not None or nics is not None):
-            raise ValueError("link-between and nics need several nodes: set --nodes")
-        if nics is not None and nics > call.per_node:
-            raise ValueError(f"nics is {nics}: it must be at most {call.per_node}, one per GPU of a node")
-        if call.per_node == 1 and link is not None and not sweep:
-            raise ValueError("link connects GPUs of a node, but each node has one GPU: use --link-between")
-        speed, measured = resolve_speed(call, gpu, tflops, backward_tflops, kernels)
-        between = parse_link(link_between or DEFAULT_NODE_LINK, "link-between")
-        if link_between is None:
-            between = replace(between, source=f"assumed: {between.source}; --link-between")
-        links = ClusterLinks(parse_link(link or speed.link), between, nics)
-        phases = PASSES[:1] if passes is PassName.forward else PASSES
+        call = _build_call(shape, mask, ring)
+        speed, links, measured = _resolve_hardware(call, hardware, shape.nics, max_gpus, is_map=bool(sweep))
+        phases = PASSES[:1] if shape.passes is PassName.forward else PASSES
         inputs = PredictionInputs(speed, links, Perturbation(dict(slow or []), jitter), phases, measured)
         capacity = speed.capacity if memory_gb is None else memory_gb * 1e9
         if sweep:
-            result, first = _map(call, inputs, sweep, capacity, picture)
+            result, summary = _map(call, inputs, sweep, capacity, picture)
         else:
-            result, first = _one_call(call, inputs, capacity, trace)
+            result, summary = _one_call(call, inputs, capacity, output.trace)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if is_printing_rank() and "-" not in (json, csv):
-        typer.echo("\n".join([first, *_heading(call, inputs, is_map=bool(sweep)), ""]))
-    finish_command(result, json, csv)
+    if is_printing_rank() and "-" not in (output.json, output.csv):
+        typer.echo("\n".join([summary, *_heading(call, inputs, is_map=bool(sweep)), ""]))
+    finish_command(result, output.json, output.csv)
+
+
+def _read_layout(context: typer.Context, shape: ShapeFlags) -> ShapeFlags:
+    """Return the flags with ``layout`` as a name or a ``Layout``; a file also sets ``world`` and ``seqlen``."""
+    if isinstance(shape.layout, flags.LayoutName):
+        return replace(shape, layout=shape.layout.value)
+    layout = flags.read_layout(context, shape.layout, *WHOLE_RING)
+    shortest, longest = min(layout.lengths), max(layout.lengths)
+    if shortest < longest:
+        raise ValueError(
+            f"layout is {shape.layout}: its shards have {shortest:,} to {longest:,} tokens. Make them equal."
+        )
+    return replace(shape, layout=layout, world=layout.world, seqlen=layout.seqlen)
+
+
+def _build_call(shape: ShapeFlags, mask: MaskFlags, ring: RingFlags) -> PredictedCall:
+    """Return the call that these flags describe; raise ValueError if they do not fit each other."""
+    from ..common.attention import AttentionConfig, document_boundaries
+    from .predicted_call import PredictedCall
+
+    world, seqlen = shape.world, shape.seqlen
+    if seqlen is not None and seqlen % world:
+        fits = max(seqlen // world, 1) * world
+        raise ValueError(f"seqlen is {seqlen:,}: it must be a multiple of the {world:,} ranks, such as {fits:,}")
+    tokens = shape.tokens or (seqlen or TOKENS * world) // world
+    boundaries = document_boundaries(tokens * world, mask.cu_seqlens, mask.documents, mask.documents_seed)
+    config = AttentionConfig(
+        tokens * world, batch=shape.batch, causal=mask.causal, window=mask.window or (-1, -1),
+        prefix_length=mask.prefix_length, cu_seqlens=None if boundaries is None else tuple(boundaries),
+        block_mask=mask.block_mask, layout="contiguous",
+    )  # fmt: skip
+    kv_heads = flags.resolve_kv_heads(shape.heads, shape.kv_heads)
+    return PredictedCall(
+        tokens, world, shape.layout, config.mask, shape.heads, kv_heads, shape.head_dim, shape.batch, shape.dtype,
+        shape.nodes, **asdict(ring),
+    )  # fmt: skip
+
+
+def _resolve_hardware(
+    call: PredictedCall, hardware: HardwareFlags, nics: int | None, max_gpus: int, *, is_map: bool
+) -> tuple[Speed, ClusterLinks, tuple[str, ...]]:
+    """Return the GPU's speed, the links, and a description of the measured rows that gave the speed."""
+    from .inputs import resolve_speed
+    from .links import ClusterLinks, parse_link
+
+    link, link_between = hardware.link, hardware.link_between
+    if max_gpus <= call.per_node and (link_between is not None or nics is not None):
+        raise ValueError("link-between and nics need several nodes. Set --nodes.")
+    if nics is not None and nics > call.per_node:
+        raise ValueError(f"nics is {nics}: it must be at most {call.per_node}, one per GPU of a node")
+    if call.per_node == 1 and link is not None and not is_map:
+        raise ValueError("link is the link inside a node, but each node has one GPU. Use --link-between.")
+    speed, measured = resolve_speed(call, hardware.gpu, hardware.tflops, hardware.backward_tflops, hardware.kernels)
+    between = parse_link(link_between or DEFAULT_NODE_LINK, "link-between")
+    if link_between is None:
+        between = replace(between, source=f"assumed: {between.source}; --link-between")
+    return speed, ClusterLinks(parse_link(link or speed.link), between, nics), measured
 
 
 def _one_call(call: PredictedCall, inputs: PredictionInputs, capacity: float, trace: Path | None) -> tuple[Result, str]:
@@ -229,7 +290,7 @@ def _one_call(call: PredictedCall, inputs: PredictionInputs, capacity: float, tr
 
 
 def _nic_ranges(results: Sequence[Alternative], nics: int) -> list[str]:
-    """Return notes with the time range of flat rings: one NIC per transfer between nodes, or all NICs."""
+    """Return a note per flat ring with its time if a transfer between nodes uses one NIC, and if it uses all NICs."""
     import numpy as np
 
     notes = []
@@ -251,18 +312,17 @@ def _write_trace(call: PredictedCall, inputs: PredictionInputs, trace: Path) -> 
     from .timelines import predicted_timeline
 
     if call.world > MOST_RANKS:
-        raise ValueError(f"trace draws every rank and takes at most {MOST_RANKS} GPUs, not {call.world}")
+        raise ValueError(f"trace takes at most {MOST_RANKS} GPUs, because it draws every rank: got {call.world}")
     if inputs.perturbation.jitter:
-        raise ValueError("trace draws one run and jitter needs several: leave one of them out")
+        raise ValueError("trace draws one run, and jitter needs several. Leave one of them out.")
     if is_printing_rank():
-        passes = predict_passes(
-            call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases, simulated=True
-        )
+        setting = inputs.speed, inputs.links, inputs.perturbation
+        passes = predict_passes(call, *setting, phases=inputs.phases, simulated=True)
         write_json(trace, as_chrome(predicted_timeline(_title(call), passes, call)), indent=None)
 
 
 def _row(way: Alternative, call: PredictedCall, inputs: PredictionInputs) -> dict[str, Any]:
-    """Return the table row of a method; it has no times if the method does not fit."""
+    """Return the table row of a method; without passes it has only name, memory and note."""
     import numpy as np
 
     from .ring_time import ideal_seconds
@@ -300,23 +360,26 @@ def _notes(call: PredictedCall, inputs: PredictionInputs) -> list[str]:
         even, slow, balanced = (1e3 * seconds for seconds in straggler_seconds(call, inputs))
         notes.append(f"slow GPUs: {even:.3f} ms without, {slow:.3f} ms with equal shards ({slow / even - 1:+.1%})")
         notes.append(f"slow GPUs with Layout.balanced: {balanced:.3f} ms ({balanced / even - 1:+.1%})")
-    parts = ", ".join(
-        f"{name} {flags.human_count(nbytes, 'B')}" for name, nbytes in call.memory(backward=inputs.has_backward).items()
-    )
+    memory = call.memory(backward=inputs.has_backward)
+    parts = ", ".join(f"{name} {flags.human_count(nbytes, 'B')}" for name, nbytes in memory.items())
     return [*notes, *textwrap.wrap(f"memory per GPU of the {call.name}: {parts}", COLUMNS)]
 
 
 def _map(
     call: PredictedCall, inputs: PredictionInputs, axes: dict[str, list[int]], capacity: float, picture: Path
 ) -> tuple[Result, str]:
-    """Predict the map: a row per number of GPUs, a column per number of tokens per GPU."""
+    """Predict and draw the map; return rows per number of GPUs with a column per tokens per GPU, and the summary."""
     from .crossover import ENOUGH_IDEAL, draw_map, sweep_percents
 
     percents = sweep_percents(call, inputs, axes["tokens"], axes["gpus"], capacity)
-    rows = [{"GPUs": flags.size_text(world), **{flags.size_text(length): value for length, value in column.items()}}
-            for world, column in percents.items()]  # fmt: skip
+    rows = [
+        {"GPUs": flags.size_text(world), **{flags.size_text(length): value for length, value in column.items()}}
+        for world, column in percents.items()
+    ]
     empty = [flags.size_text(world) for world, column in percents.items() if None in column.values()]
-    notes = [f"empty cells at {', '.join(empty)} GPUs: does not fit into {capacity / 1e9:.3g} GB"] if empty else []
+    notes = (
+        [f"empty cells at {', '.join(empty)} GPUs: the call does not fit into {capacity / 1e9:.3g} GB"] if empty else []
+    )
     largest = percents[max(percents)]
     enough = [tokens for tokens, value in largest.items() if value is not None and value >= 100 * ENOUGH_IDEAL]
     length_text = f"{flags.size_text(min(enough))} tokens per GPU" if enough else "at none of these lengths"
@@ -362,8 +425,6 @@ def _speed_note(speed: Speed) -> str:
 
 
 def _provenance(call: PredictedCall, inputs: PredictionInputs) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from ..common.provenance import provenance
     from .predicted_call import CPU
     from .timelines import timeline_details

@@ -1,4 +1,4 @@
-"""Questions about a prediction: how many tokens are enough, the cost of a slow GPU, and a map of both axes."""
+"""Questions about a ring: how many tokens reach 90% of ideal, what a slow GPU costs, and a map over tokens and GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OCTAVE = 8  # lengths per octave: the answer is exact within 9%
 
 
 def tokens_needed(call: PredictedCall, inputs: PredictionInputs) -> int | None:
-    """Return the tokens per GPU from which a plain ring reaches 90% of ideal; None above ``MAX_TOKENS_PER_GPU``."""
+    """Return the tokens per GPU from which a plain ring reaches 90% of ideal; None if even 4m tokens do not."""
     count = OCTAVE * int(math.log2(MAX_TOKENS_PER_GPU / MIN_TOKENS_PER_GPU))
     lengths = np.array([2.0 * round(MIN_TOKENS_PER_GPU * 2 ** (step / OCTAVE) / 2) for step in range(count + 1)])
     enough = percent_of_ideal(call, inputs, lengths) >= 100 * ENOUGH_IDEAL
@@ -33,14 +33,14 @@ def tokens_needed(call: PredictedCall, inputs: PredictionInputs) -> int | None:
 
 
 def percent_of_ideal(call: PredictedCall, inputs: PredictionInputs, tokens: Any) -> Any:
-    """Return the percent of ideal of a plain ring at each of many lengths."""
+    """Return the percent of ideal of a plain ring for each number of tokens per rank in the array ``tokens``."""
     passes = predict_passes(call, inputs.speed, inputs.links, phases=inputs.phases, tokens=tokens)
     ideal = sum(ideal_seconds(call, inputs.speed, phase, tokens) for phase in inputs.phases)
     return 100 * ideal / sum(item.seconds for item in passes)
 
 
 def straggler_seconds(call: PredictedCall, inputs: PredictionInputs) -> tuple[float, float, float]:
-    """Return mean seconds of all passes: without slow GPUs, with equal shards, and with ``Layout.balanced``."""
+    """Return mean seconds of all passes without slow GPUs; with them and equal shards; and with `Layout.balanced`."""
     slow = inputs.perturbation
 
     def step(variant: PredictedCall, perturbation: Perturbation) -> float:
@@ -53,12 +53,12 @@ def straggler_seconds(call: PredictedCall, inputs: PredictionInputs) -> tuple[fl
 
 
 def check_memory(call: PredictedCall, capacity: float, *, backward: bool = True) -> None:
-    """Raise ValueError if the call does not fit into memory, with the number of tokens that does."""
+    """Raise ValueError if the call needs more than ``capacity`` bytes per GPU, naming a number of tokens that fits."""
     needed = sum(call.memory(backward=backward).values())
     if needed > capacity:
         raise ValueError(
             f"{call.tokens:,} tokens per GPU need {needed / 1e9:.1f} GB for this attention alone, and the GPU has "
-            f"{capacity / 1e9:.3g} GB: at most {int(call.tokens * capacity / needed):,} tokens fit"
+            f"{capacity / 1e9:.3g} GB. At most {int(call.tokens * capacity / needed):,} tokens fit."
         )
 
 
@@ -69,19 +69,18 @@ def sweep_percents(
     gpus: Sequence[int],
     capacity: float = math.inf,
 ) -> dict[int, dict[int, float | None]]:
-    """Predict the percent of ideal, ``[gpus][tokens]``; None if a point does not fit into memory.
+    """Return the percent of ideal by number of GPUs and tokens per GPU; None where the call does not fit into memory.
 
     Raises:
-        ValueError: GPUs do not make whole nodes of the call's size, zigzag shards are odd, or no point fits.
+        ValueError: A number of GPUs makes no whole nodes, the call is not plain, or nothing fits into memory.
     """
     for world in gpus:
         if world > call.per_node and world % call.per_node:
-            raise ValueError(
-                f"sweep has a ring of {world} GPUs: it must be a multiple of the {call.per_node} GPUs of a node"
-            )
+            raise ValueError(f"sweep has {world} GPUs: it must be a multiple of the {call.per_node} GPUs of a node")
     if not replace(call, tokens=math.gcd(*tokens)).is_plain:
         raise ValueError(
-            f"sweep takes contiguous, zigzag (even shards) or striped, full or causal: got {min(tokens)} tokens"
+            "sweep takes full or causal masks, and contiguous, striped or zigzag shards (zigzag: of even length): "
+            f"got {call.layout}, {min(tokens)} tokens"
         )
     percents: dict[int, dict[int, float | None]] = {}
 

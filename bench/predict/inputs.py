@@ -22,7 +22,7 @@ OURS, FORWARD, BACKWARD = "ringattn", "forward", "backward"
 
 @dataclass(frozen=True)
 class PredictionInputs:
-    """Inputs of a prediction besides the call."""
+    """Hardware of a prediction, and the passes to predict."""
 
     speed: Speed
     links: ClusterLinks
@@ -40,9 +40,10 @@ class PredictionInputs:
 def resolve_speed(
     call: PredictedCall, gpu: str | None, forward: float | None, backward: float | None, kernels: Path | None
 ) -> tuple[Speed, tuple[str, ...]]:
-    """Return a GPU's speed from a preset, TFLOP/s or measured rows, and a description of these rows.
+    """Return a GPU's speed, and lines that describe the measured rows it comes from (none without ``kernels``).
 
-    TFLOP/s refer to causal or full attention of 16k tokens.
+    The speed comes from the file ``kernels``, or from ``forward`` and ``backward`` in TFLOP/s at 16k tokens, or from
+    the preset of ``gpu``.
 
     Raises:
         ValueError: The GPU is unknown, a rate is not positive, the file does not hold measured kernels, or the
@@ -50,7 +51,7 @@ def resolve_speed(
     """
     gpu = gpu and gpu.lower()
     if gpu is not None and gpu not in GPUS:
-        raise ValueError(f"gpu is {gpu!r}: it must be one of {', '.join(GPUS)}; for another GPU set --tflops")
+        raise ValueError(f"gpu is {gpu!r}: it must be one of {', '.join(GPUS)}. For another GPU set --tflops.")
     check_above_zero("TFLOP/s", tflops=forward, backward_tflops=backward)
     if kernels is not None:
         return speed_from_file(kernels, call, gpu)
@@ -60,14 +61,14 @@ def resolve_speed(
         return base.fit_speeds((forward * 1e12, alone), None if backward is None else (backward * 1e12, alone)), ()
     if call.dtype not in MODELLED_DTYPES:
         raise ValueError(
-            f"dtype is {call.dtype}: the GPU presets cover {' and '.join(MODELLED_DTYPES)}; set --tflops or "
-            "--kernels for this dtype"
+            f"dtype is {call.dtype}: the GPU presets cover only {' and '.join(MODELLED_DTYPES)}. "
+            "Set --tflops or --kernels for this dtype."
         )
     return base, ()
 
 
 def speed_from_file(path: Path, call: PredictedCall, gpu: str | None) -> tuple[Speed, tuple[str, ...]]:
-    """Fit the speed to the rows of ``bench kernels`` nearest to a call; also describe these rows."""
+    """Return the speed that fits the rows of ``bench kernels`` most similar to the call, and their description."""
     result = read_result(path)
     base = _base_speed(result.provenance.get("gpu"), gpu, str(path))
     rows = [(row, _measured_launch(row, f"{path}: rows[{n}]")) for n, row in enumerate(result.rows) if _is_ours(row)]
@@ -79,8 +80,8 @@ def speed_from_file(path: Path, call: PredictedCall, gpu: str | None) -> tuple[S
             dtypes = sorted({launched.dtype for row, (_, launched) in rows if row["pass"] == FORWARD})
             available = f"it has rows of {', '.join(dtypes)}" if dtypes else "it has none"
             raise ValueError(
-                f"{path} has no forward of {OURS} in {call.dtype}, full or causal: {available}; "
-                f"`ringattn bench kernels --dtype {call.dtype} --json FILE` measures it"
+                f"{path} has no full or causal forward of {OURS} in {call.dtype}: {available}. "
+                f"Measure it with `ringattn bench kernels --dtype {call.dtype} --json FILE`."
             )
     try:
         speed = base.fit_speeds(*chosen)
@@ -91,9 +92,12 @@ def speed_from_file(path: Path, call: PredictedCall, gpu: str | None) -> tuple[S
 
 
 def _base_speed(about: object, gpu: str | None, where: str) -> Speed:
-    """Return the preset of ``gpu``, of the file's GPU, or of an H100, with the file's multiprocessors and memory."""
+    """Return the preset of ``gpu`` (None: the file's GPU, or an H100) with multiprocessors and memory of the file.
+
+    ``about`` is the GPU in the file's provenance, and ``where`` the file's name.
+    """
     if not isinstance(about, dict) or not isinstance(name := about.get("name"), str):
-        raise ValueError(f"{where} was not measured on a GPU: run `ringattn bench kernels` on a GPU")
+        raise ValueError(f"{where} was not measured on a GPU. Run `ringattn bench kernels` on a GPU.")
     model = gpu or find_model(name)
     base = gpu_speed(model if model in GPUS else "h100")
     where = f"{where}: provenance.gpu"
@@ -108,7 +112,7 @@ def _is_ours(row: Mapping[str, Any]) -> bool:
 
 
 def _measured_launch(row: Mapping[str, Any], where: str) -> tuple[float, PredictedCall]:
-    """Return FLOP/s on the visible pairs and the call of a row; raise ValueError for a damaged row."""
+    """Return a row's FLOP/s on the visible pairs, and its call; ValueError for a damaged row, which ``where`` names."""
     try:
         heads, kv_heads = map(int, row["heads"].split("/"))
         call = PredictedCall(
@@ -121,7 +125,7 @@ def _measured_launch(row: Mapping[str, Any], where: str) -> tuple[float, Predict
 
 
 def _distance(measured: PredictedCall, call: PredictedCall) -> tuple[float, ...]:
-    """Return how much a measured call differs from a call's hop: by head dim, mask, length and heads."""
+    """Return the differences of two calls in head dim, mask, length and heads, the most important first."""
     return (
         abs(math.log2(measured.head_dim / call.head_dim)), measured.mask.causal != call.mask.causal,
         abs(math.log2(measured.tokens / call.tokens)), abs(math.log2(measured.heads / call.heads)),
@@ -137,7 +141,7 @@ def _row_text(phase: str, flops: float, call: PredictedCall) -> str:
 
 
 def check_above_zero(unit: str, **given: float | None) -> None:
-    """Raise ValueError for a flag that is not a finite number above 0."""
+    """Raise ValueError if a flag in ``given`` is a number but not finite and above 0; ``unit`` is its unit."""
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name.replace('_', '-')} is {value:g}: it must be above 0 and finite, in {unit}")

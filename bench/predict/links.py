@@ -33,8 +33,8 @@ class LinkSpeed:
     def __post_init__(self) -> None:
         if not 0 < self.rate < math.inf or not 0 <= self.latency < math.inf:
             raise ValueError(
-                f"a link has {self.rate} bytes/s and {self.latency} s ({self.source}): "
-                "the rate must be above 0, the latency at least 0, and both finite"
+                f"a link has {self.rate} bytes/s and {self.latency} s ({self.source}). "
+                "The rate must be above 0, the latency at least 0, and both finite."
             )
 
     def seconds(self, nbytes: Any) -> Any:
@@ -43,7 +43,7 @@ class LinkSpeed:
 
     @property
     def collective_link(self) -> LinkSpeed:
-        """The same link at the speed of all-gathers and all-to-alls."""
+        """This link with the rate that all-gathers and all-to-alls reach."""
         return replace(self, rate=self.collective or self.rate)
 
 
@@ -69,7 +69,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class ClusterLinks:
-    """Links between ranks of one node and between nodes."""
+    """Links of a cluster: inside a node, and between nodes."""
 
     inside: LinkSpeed
     between: LinkSpeed
@@ -78,21 +78,24 @@ class ClusterLinks:
     """NICs per node; None means one per GPU."""
 
     def far(self, senders: int) -> LinkSpeed:
-        """Return the link between nodes for each of ``senders`` GPUs of a node that send at the same time."""
+        """Return the link between nodes that each of ``senders`` GPUs of a node gets if all send at the same time."""
         share = 1.0 if self.nics is None else min(1.0, self.nics / senders)
         return replace(self.between, rate=share * self.between.rate)
 
     def spread(self, nics: int) -> ClusterLinks:
-        """Return the links if a transfer between nodes is split over ``nics`` NICs."""
+        """Return the links for a transport that splits a transfer between nodes over ``nics`` NICs."""
         return replace(self, between=replace(self.between, rate=min(nics * self.between.rate, self.inside.rate)))
 
     def beside(self, rings: int) -> ClusterLinks:
-        """Return the links of one of ``rings`` rings that run side by side in every node."""
+        """Return the links that each of ``rings`` rings gets if they share the NICs of every node."""
         return self if self.nics is None else replace(self, nics=self.nics / rings)
 
 
 def parse_link(text: str, flag: str = "link") -> LinkSpeed:
-    """Return the link of a preset, of ``200`` or ``200,10us`` (GB/s, latency), or of a file of ``bench links``."""
+    """Parse a preset's name, GB/s with or without latency (``200,10us``), or a JSON file of ``bench links``.
+
+    ``flag`` is the flag named in the ValueError.
+    """
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
     if os.path.lexists(text):
@@ -104,16 +107,16 @@ def parse_link(text: str, flag: str = "link") -> LinkSpeed:
         return LinkSpeed(float(rate) * GIGA, float(latency.removesuffix("us")) * MICRO if comma else 0.0)
     except ValueError:
         raise ValueError(
-            f"{flag} is {text!r}: it takes one of {', '.join(PRESETS)}, GB/s and latency such as 200,10us, or a "
-            "JSON file of `ringattn bench links`"
+            f"{flag} is {text!r}: it takes one of {', '.join(PRESETS)}; GB/s and latency, such as 200,10us; or a JSON "
+            "file of `ringattn bench links`"
         ) from None
 
 
 def fit_link(rows: Sequence[Mapping[str, Any]], source: str) -> LinkSpeed:
-    """Fit rate and latency of the slowest edge to the rows of ``bench links``, by least squares of seconds over bytes.
+    """Fit rate and latency to the rows of ``bench links``, by least squares of seconds over bytes.
 
-    The fastest transport counts, without the one between virtual ranks. Rows with one active edge count only if there
-    are none with all edges active.
+    The slowest edge of the fastest transport counts, without the transport between virtual ranks. Rows with one active
+    edge count only if there are none with all edges active. ``source`` describes the link.
     """
     by_way: dict[Any, dict[str, dict[float, float]]] = {"ring": {}, "one way": {}}
     for place, row in enumerate(rows):
@@ -128,26 +131,20 @@ def fit_link(rows: Sequence[Mapping[str, Any]], source: str) -> LinkSpeed:
             slowest[nbytes] = max(seconds, slowest.get(nbytes, 0.0))
     points = by_way["ring"] or by_way["one way"]
     if not points:
-        raise ValueError(
-            f"{source} has no transfers between two ranks: run `ringattn bench links --world 2 --json FILE`"
-        )
+        raise ValueError(f"{source} has no transfers between ranks. Run `ringattn bench links --world 2 --json FILE`.")
     return max((_fit(slowest, f"{source}, {name}") for name, slowest in points.items()), key=lambda link: link.rate)
 
 
 def positive_number(row: Mapping[str, Any], name: str, where: str) -> float:
-    """Return a number of a row; raise ValueError if it is not above 0 or too large to compute with."""
+    """Return ``row[name]``; raise ValueError, which names ``where``, if it is no number above 0 or is too large."""
     value = row.get(name)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 1 / MAX_LINK_NUMBER < value < MAX_LINK_NUMBER
-    ):
-        raise ValueError(f"{where}: {name} is {value!r:.80}: it must be a number above 0")
-    return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 1 / MAX_LINK_NUMBER < value < MAX_LINK_NUMBER:
+        return value
+    raise ValueError(f"{where}: {name} is {value!r:.80}: it must be a number above 0")
 
 
 def _fit(slowest: Mapping[float, float], source: str) -> LinkSpeed:
-    """Fit a line through the slowest edge's points by relative error; raise ValueError if it does not rise."""
+    """Fit rate and latency to seconds by bytes, by relative error; ValueError if more bytes take no longer."""
     sizes, seconds = np.array(list(slowest)), np.array(list(slowest.values()))
     if len(slowest) == 1:
         return LinkSpeed(float(sizes[0] / seconds[0]), 0.0, source)

@@ -28,7 +28,7 @@ FLAT = "flat ring"
 
 @dataclass(frozen=True)
 class PredictedCall:
-    """One ``ring_attention`` call, forward and backward.
+    """One ``ring_attention`` call and the GPUs that it runs on.
 
     Raises:
         ValueError: The ranks do not make equal nodes, or ``Ring`` does not take these chunks or slots.
@@ -58,11 +58,9 @@ class PredictedCall:
     def __post_init__(self) -> None:
         if self.world % self.nodes:
             fits = ", ".join(str(n) for n in range(1, self.world + 1) if self.world % n == 0)
-            raise ValueError(
-                f"nodes is {self.nodes}: it must divide the number of GPUs, {self.world}; possible are {fits}"
-            )
+            raise ValueError(f"nodes is {self.nodes}: it must divide the {self.world} GPUs, so one of {fits}")
         if not 1 <= self.chunks <= self.kv_heads:
-            raise ValueError(f"chunks is {self.chunks}: it must be 1 to kv_heads, {self.kv_heads}")
+            raise ValueError(f"chunks is {self.chunks}: it must be between 1 and kv_heads, {self.kv_heads}")
         check_slots(self.slots, None, self.hops_per_turn)  # raise as Ring does
 
     @property
@@ -72,7 +70,7 @@ class PredictedCall:
 
     @property
     def is_two_level(self) -> bool:
-        """True if the ring has two levels."""
+        """True if rings inside the nodes and rings between the nodes make a two-level ring."""
         return self.nodes > 1 and self.per_node > 1 and self.two_level
 
     @property
@@ -82,17 +80,17 @@ class PredictedCall:
 
     @property
     def hops_per_turn(self) -> int:
-        """Hops in one turn of the ring, or of the inner ring."""
+        """Hops in one turn of the flat ring, or of the ring inside a node."""
         return self.per_node if self.is_two_level else self.world
 
     @property
     def prefetch(self) -> int:
-        """Number of hops that K/V are requested ahead of the compute; the default of ``Ring``."""
+        """Hops by which K/V are requested ahead of compute: the default of ``Ring`` for these slots."""
         return check_slots(self.slots, None, self.hops_per_turn)[1]
 
     @cached_property
     def topology(self) -> Topology | None:
-        """The order of the two-level ring; None for a flat ring."""
+        """The grid of nodes and ranks of a two-level ring; None for a flat ring."""
         return Topology.grid(self.nodes, self.per_node) if self.is_two_level else None
 
     @property
@@ -115,17 +113,15 @@ class PredictedCall:
         return layout
 
     def plans(self) -> list[Plan]:
-        """Return the plan of every rank; plans of plain calls lack bounds, because computing bounds takes time."""
+        """Return the plan of every rank; those of plain calls have no bounds, because these take long to compute."""
         ring_schedule = schedule(self.token_layout, self.mask, topology=self.topology, slots=self.slots)
         if self.is_plain and {*ring_schedule.lengths} == {self.tokens}:  # few contiguous shards: not all keys are sent
             return [self._plain_plan(ring_schedule, rank) for rank in range(self.world)]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # thousands of short searches: several threads would be slower
         try:
-            return [
-                plan(self.token_layout, self.mask, rank, 1, CPU, self.topology, self.slots)
-                for rank in range(self.world)
-            ]
+            call = self.token_layout, self.mask
+            return [plan(*call, rank, 1, CPU, self.topology, self.slots) for rank in range(self.world)]
         finally:
             torch.set_num_threads(threads)
 
@@ -153,9 +149,8 @@ class PredictedCall:
     def plain_launch_area(self, rank_offset: int, tokens: Any) -> Area:
         """Return the area of one launch of a plain call.
 
-        Args:
-            rank_offset: Sign of the shard's rank minus the own rank: negative, 0 or positive.
-            tokens: Tokens per rank, a number or an array.
+        ``rank_offset`` is negative for a shard of a lower rank, 0 for the own shard, else positive.
+        ``tokens`` are those of a rank, a number or an array.
         """
         square = Area(tokens * tokens, tokens, tokens, tokens, 0)
         if not self.mask.causal or (self.layout == "contiguous" and rank_offset):
@@ -168,7 +163,7 @@ class PredictedCall:
         return square._replace(pairs=tokens * tokens / 2, longest=tokens / 2 if rank_offset < 0 else tokens)
 
     def areas(self, tokens: Any = None) -> list[Area]:
-        """Return the areas of the mask's parts on one device with all tokens; ``tokens`` replaces the call's."""
+        """Return the area of every part of the mask on one device that has all tokens; ``tokens`` is as above."""
         if self.mask == Mask(causal=self.mask.causal):
             return [full_area((self.tokens if tokens is None else tokens) * self.world, causal=self.mask.causal)]
         alone = replace(self, tokens=self.seqlen, world=1, nodes=1, layout="contiguous")
@@ -184,7 +179,7 @@ class PredictedCall:
 
     @cached_property
     def config(self) -> AttentionConfig:
-        """The call as the memory table takes it."""
+        """The call as the functions of ``common/memory_table.py`` take it."""
         return AttentionConfig(
             self.seqlen, self.world, self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype,
             self.mask.causal, str(self.layout), device="cuda",
@@ -204,13 +199,13 @@ class PredictedCall:
 
     @property
     def is_plain(self) -> bool:
-        """True for equal shards and a full or causal mask: all ranks do the same work, or less than the last."""
+        """True for equal shards (zigzag: of even length) and a full or causal mask."""
         plain = self.mask == Mask(causal=self.mask.causal)
         return plain and self.layout in EQUAL_SHARDS and (self.layout != "zigzag" or self.tokens % 2 == 0)
 
 
 def bounds_area(bounds: Bounds, rows: int, keys: int) -> Area:
-    """Return the area of one part of a hop's mask."""
+    """Return the area that ``bounds`` leave of a hop with this many query rows and keys."""
     share = 1.0
     if bounds.block_sparse is not None:  # the average share of visible keys
         visible_keys = float((bounds.block_sparse.ends - bounds.block_sparse.begins).sum()) * bounds.block_sparse.block

@@ -40,7 +40,7 @@ TRANSFERS = {
 
 @dataclass(frozen=True)
 class Op:
-    """One launch or one group of transfers. It begins after the previous one on its stream and after ``after``."""
+    """One launch or one group of transfers; it begins after the previous one on its stream and all in ``after``."""
 
     stream: int
     what: str
@@ -49,7 +49,7 @@ class Op:
     after: tuple[int, ...]
     """Indices of earlier operations of the program."""
     part: int = 0
-    """Part of the hop's mask that a launch computes."""
+    """Index of the part of the hop's mask that a launch computes."""
     key: PostKey | None = None
     sends: tuple[tuple[int, int], ...] = ()
     """(peer, bytes) of a group, one entry per peer."""
@@ -68,10 +68,10 @@ class Program:
 def record_program(
     call: PredictedCall, plan: Plan, phase: str, *, tokens: int | None = None, on_host: bool = False
 ) -> Program:
-    """Record the program of a plan's rank in a pass, ``forward`` or ``backward``.
+    """Return the program of the rank of ``plan`` in a phase, ``forward`` or ``backward``.
 
-    ``tokens`` are those of this rank, if shards are not equal. With ``on_host`` the host computes: it posts nothing
-    meanwhile, and adds received dK/dV separately.
+    ``tokens`` are this rank's if the shards are unequal. ``on_host`` is for CPUs: the host posts nothing while it
+    computes, and adds received dK/dV in a separate operation.
     """
     recorder = _Recorder(call, on_host)
     send_index = None if plan.send_index is None else plan.send_index.to(META)
@@ -91,7 +91,7 @@ def record_program(
 
 @dataclass(frozen=True)
 class _OpEnd:
-    """Fence for the end of an operation; None is before the first launch."""
+    """Fence for the end of operation ``op``; None means before the first launch."""
 
     recorder: _Recorder
     op: int | None
@@ -144,7 +144,7 @@ class _Recorder:
         self.last = len(self.ops) - 1
 
     def point(self) -> int | None:
-        """Return the launch after which everything waited for so far has ended."""
+        """Return the index of a launch by whose end all operations waited for have ended; None if there is none."""
         if self.waiting:
             self.launch(POINT, 0)
         return self.last
@@ -175,7 +175,7 @@ def _by_peer(messages: Sequence[Message]) -> tuple[tuple[int, int], ...]:
 
 @dataclass
 class _Transport:
-    """Transport that moves no data, with the methods that the loops call."""
+    """Transport that records posts and moves no data; it has only the methods that the loops call."""
 
     recorder: _Recorder
     stream: int
@@ -188,7 +188,7 @@ class _Transport:
 
 
 class _Slots(Slots):
-    """Slots that track users but hold no data."""
+    """Slots that track which operations use them but hold no data."""
 
     def reserve(self, nbytes: int) -> None:
         """Accept any size."""
@@ -218,7 +218,7 @@ class _RecordedWire:
 
 @dataclass
 class _Backend:
-    """Backend that computes nothing; ``dkdv`` asks for accumulators before its launch, on a host after it."""
+    """Backend that records launches and computes nothing; ``dkdv`` waits for accumulators as real backends do."""
 
     recorder: _Recorder
     chunk: int
@@ -242,7 +242,7 @@ class _Backend:
             self.recorder.launch(ADD, self.chunk)
 
     def result(self) -> Any:
-        """Return nothing."""
+        """Return None, because nothing was computed."""
 
     def _launch(self, what: str) -> None:
         self.recorder.launch(what, self.chunk)

@@ -33,20 +33,20 @@ SURELY_TIED = 1e-9  # relative to a pass: ranks that end this close end together
 
 @dataclass(frozen=True)
 class Pass:
-    """Times of a forward or a backward: numbers, or arrays with one element per case."""
+    """Times of a forward or a backward; arrays hold one element per length or per random draw."""
 
     phase: str
     seconds: Seconds
     """Seconds until the last rank is done."""
     exposed: Seconds = 0.0
-    """Seconds of these in which the last rank's compute stream was idle."""
+    """Part of ``seconds`` in which the compute stream of the rank that ends last was idle."""
     worst: Seconds = 0.0
     """Longest idle time before the launches of one hop, on the same rank."""
     tracks: tuple[RankTimes, ...] = ()
     """Timeline of every rank; empty if smaller rings were simulated."""
 
     def extrapolate(self, larger: Pass, share: float) -> Pass:
-        """Extrapolate from this pass through the pass of a larger ring; ``share`` counts steps between them."""
+        """Return the pass on the line through this one (``share`` 0) and that of a larger ring (``share`` 1)."""
 
         def at(one: Seconds, other: Seconds) -> Seconds:
             return one + (other - one) * share
@@ -66,10 +66,10 @@ def predict_passes(
     tokens: Any = None,
     simulated: bool = False,
 ) -> tuple[Pass, ...]:
-    """Predict the passes of a call; raise ValueError if ranks differ in their work and are too many to simulate.
+    """Predict one pass per phase; raise ValueError if ranks differ in their work and are too many to simulate.
 
-    ``tokens`` is an array of tokens per rank instead of the call's. Then every time is an array; so it is with jitter,
-    over draws. ``simulated`` simulates every rank instead of extrapolating.
+    ``tokens`` may be an array of tokens per rank, which replace the call's. Then every time is an array over the
+    lengths; with jitter it is an array over the draws. ``simulated`` simulates every rank instead of extrapolating.
     """
 
     def simulate(variant: PredictedCall, phase: str) -> Pass:
@@ -86,14 +86,14 @@ def build_passes(
     *,
     simulated: bool = False,
 ) -> tuple[Pass, ...]:
-    """Compute every pass by ``make_pass``; extrapolate large rings, unless ranks are perturbed or ``simulated``."""
+    """Return ``make_pass(call, phase)`` per phase, extrapolated for large rings unless ``simulated`` or perturbed."""
     perturbation.check(call.world)
     every = simulated or perturbation.is_active
     return tuple(make_pass(call, phase) if every else _extrapolate_pass(call, phase, make_pass) for phase in phases)
 
 
 def _extrapolate_pass(call: PredictedCall, phase: str, make_pass: Callable[[PredictedCall, str], Pass]) -> Pass:
-    """Compute a pass by ``make_pass``, or extrapolate it from two smaller rings if there are many ranks."""
+    """Return ``make_pass(call, phase)``, or for many ranks the extrapolation from two smaller rings."""
     pair = _smaller_calls(call)
     if pair is None:
         return make_pass(call, phase)
@@ -102,13 +102,13 @@ def _extrapolate_pass(call: PredictedCall, phase: str, make_pass: Callable[[Pred
 
 
 def _smaller_calls(call: PredictedCall) -> tuple[PredictedCall, PredictedCall, float] | None:
-    """Return two smaller rings, and the call's distance from the first in steps to the second; None to simulate."""
+    """Return two smaller rings and ``share`` of :meth:`Pass.extrapolate`; None if the call can be simulated."""
     if call.world <= (MOST_SIMULATED if call.is_plain else MOST_RANKS):
         return None
     if not call.is_plain:
         raise ValueError(
-            f"GPUs is {call.world}: with this layout and mask at most {MOST_RANKS} can be simulated; "
-            "more need contiguous, zigzag (even shards) or striped, with a full or causal mask"
+            f"GPUs is {call.world}: with this layout and mask it must be at most {MOST_RANKS}. "
+            "More need contiguous, zigzag (even shards) or striped, with a full or causal mask."
         )
     unit, steps = (call.per_node, call.nodes) if call.nodes > 1 else (1, call.world)
     if unit > LARGE_NODE:
@@ -126,9 +126,8 @@ def _smaller_calls(call: PredictedCall) -> tuple[PredictedCall, PredictedCall, f
 @lru_cache(8)
 def record_ring(call: PredictedCall, phase: str) -> tuple[tuple[Plan, Program], ...]:
     """Return the plan and the program of every rank."""
-    return tuple(
-        (plan, record_program(call, plan, phase, tokens=call.token_layout.lengths[plan.rank])) for plan in call.plans()
-    )
+    lengths = call.token_layout.lengths
+    return tuple((plan, record_program(call, plan, phase, tokens=lengths[plan.rank])) for plan in call.plans())
 
 
 def _simulated(
@@ -136,16 +135,12 @@ def _simulated(
 ) -> Pass:
     plain = call.is_plain
     tokens = call.tokens if tokens is None else tokens
-    plans_and_programs = record_ring(replace(call, tokens=RECORDED_TOKENS) if plain else call, phase)
+    recorded = record_ring(replace(call, tokens=RECORDED_TOKENS) if plain else call, phase)
     price = _plain_price(call, speed, tokens) if plain else _price(call, speed)
-    costs = [
-        [price(plan, op) if op.stream == COMPUTE else 0.0 for op in program.ops] for plan, program in plans_and_programs
-    ]
-    factor = tokens / RECORDED_TOKENS if plain else 1.0
-    programs = [program for _, program in plans_and_programs]
-    return simulate_pass(
-        programs, costs, message_cost(call, links, factor), speed.beside, lambda op: speed.host, perturbation
-    )
+    costs = [[price(plan, op) if op.stream == COMPUTE else 0.0 for op in program.ops] for plan, program in recorded]
+    programs = [program for _, program in recorded]
+    message = message_cost(call, links, tokens / RECORDED_TOKENS if plain else 1.0)
+    return simulate_pass(programs, costs, message, speed.beside, lambda op: speed.host, perturbation)
 
 
 def simulate_pass(
@@ -156,17 +151,18 @@ def simulate_pass(
     host: Callable[[Op], float],
     perturbation: Perturbation = NO_PERTURBATION,
 ) -> Pass:
-    """Simulate a pass of all ranks, given the costs of launches without concurrent transfers."""
+    """Simulate a pass of all ranks.
+
+    ``costs`` are seconds of launches without transfers, ``[rank][op]``. ``message(source, destination, nbytes)`` and
+    ``host(op)`` return the seconds of a message and of issuing an operation.
+    """
     durations = []
     for program, alone in zip(programs, costs, strict=True):
         if perturbation.is_active:
             factors = perturbation.launch_factors(program.rank, program.phase, len(alone))
             alone = [cost * factor for cost, factor in zip(alone, factors, strict=True)]
-        durations.append(
-            slow_launches(
-                program, alone, [_transfer(program.rank, op, message) for op in program.ops], transfer_slowdown
-            )
-        )
+        transfers = [_transfer(program.rank, op, message) for op in program.ops]
+        durations.append(slow_launches(program, alone, transfers, transfer_slowdown))
     tracks = run_programs(programs, durations, message, host)
     hops = 1 + max(op.hop for program in programs for op in program.ops)
     ends = np.array([np.atleast_1d(track.seconds) for track in tracks])  # [rank, case]
@@ -182,7 +178,7 @@ def simulate_pass(
 
 
 def _transfer(rank: int, op: Op, message: Callable[[int, int, int], Seconds]) -> Seconds:
-    """Return the seconds of a group once both ends are ready: those of its longest message."""
+    """Return the seconds of a group of transfers when both ends are ready: those of its longest message."""
     times = [message(rank, peer, nbytes) for peer, nbytes in (*op.sends, *op.receives)]
     return times[0] if len(times) == 1 else np.max(times, axis=0) if times else 0.0
 
@@ -199,7 +195,7 @@ def message_cost(call: PredictedCall, links: ClusterLinks, factor: Any = 1.0) ->
 
 
 def _plain_price(call: PredictedCall, speed: Speed, tokens: Any) -> Callable[[Plan, Op], Seconds]:
-    """Return a function for the seconds of a launch of a plain ring."""
+    """Return a function for the seconds of a launch of a plain ring with ``tokens`` per rank."""
 
     @lru_cache(None)
     def seconds(what: str, ahead: int, first: bool) -> Seconds:
@@ -214,7 +210,7 @@ def _plain_price(call: PredictedCall, speed: Speed, tokens: Any) -> Callable[[Pl
 
 
 def _price(call: PredictedCall, speed: Speed) -> Callable[[Plan, Op], Seconds]:
-    """Return a function for the seconds of a launch of any ring; visible areas come from the plan."""
+    """Return a function for the seconds of a launch of any ring, with the areas of the plan's bounds."""
 
     def price(plan: Plan, op: Op) -> Seconds:
         rows = call.token_layout.lengths[plan.rank]
@@ -233,7 +229,7 @@ def _area(seen: Bounds, rows: int, keys: int) -> Area:
 
 
 def ideal_seconds(call: PredictedCall, speed: Speed, phase: str, tokens: Any = None) -> Seconds:
-    """Return the time of one device with all the work, divided by the ranks; ``tokens`` replaces the call's."""
+    """Return one device's seconds for the whole call divided by the ranks; ``tokens`` per rank replace the call's."""
     what = (FOLD,) if phase == "forward" else (DQ, DKDV)
     alone = replace(call, chunks=1)
     return sum(speed.seconds(name, area, alone, hop=0) for name in what for area in call.areas(tokens)) / call.world

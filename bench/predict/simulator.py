@@ -57,7 +57,7 @@ def run_programs(
     """Simulate all ranks together; raise ValueError if their programs wait for each other forever.
 
     ``costs`` are the seconds of every launch, ``[rank][op]``. ``message_seconds`` takes source, destination and bytes.
-    ``host`` returns the seconds to issue an operation; the host never waits.
+    ``host`` returns the seconds that the host takes to issue an operation; it issues all of them without waiting.
     """
     machine = _Machine(programs, costs, message_seconds, host)
     ready = list(range(len(programs)))
@@ -65,7 +65,7 @@ def run_programs(
         ready.extend(machine.advance(ready.pop()))
     stuck = [rank for rank, begins in enumerate(machine.begins) if len(begins) < len(programs[rank].ops)]
     if stuck or any(end is None for ends in machine.ends for end in ends):
-        raise ValueError(f"ranks {stuck} wait for each other forever: their programs do not match")
+        raise ValueError(f"ranks {stuck} wait for each other forever, because their programs do not match")
     return [RankTimes(*one) for one in zip(programs, machine.begins, machine.ends, strict=True)]
 
 
@@ -84,7 +84,7 @@ class _Machine:
         self._open: dict[tuple[int, int], tuple[int, Seconds]] = {}  # by group: messages left, latest end so far
 
     def advance(self, rank: int) -> list[int]:
-        """Advance a rank as far as possible; return the ranks that may continue."""
+        """Begin a rank's operations until one must wait; return the ranks whose transfers ended thereby."""
         ops, begins, ends, woken = self.programs[rank].ops, self.begins[rank], self.ends[rank], list[int]()
         while len(begins) < len(ops):
             number = len(begins)
@@ -130,10 +130,10 @@ class _Machine:
 def slow_launches(
     program: Program, costs: Sequence[Seconds], transfers: Sequence[Seconds], transfer_slowdown: float
 ) -> list[Seconds]:
-    """Return the launches' seconds, stretched while transfers run at the same time.
+    """Return the seconds of a program's launches, longer than ``costs`` where transfers run at the same time.
 
-    ``costs`` are those of launches without transfers, and ``transfers`` the seconds of each group. A launch loses the
-    share ``transfer_slowdown`` of its speed during a transfer.
+    ``transfers`` are the seconds of each group of transfers. During a transfer a launch loses the share
+    ``transfer_slowdown`` of its speed.
     """
     if not transfer_slowdown:
         return list(costs)

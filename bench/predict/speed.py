@@ -22,11 +22,11 @@ DKV_BYTES = 2 * (4 + 4)  # read and write fp32 dK and dV, per key and element of
 MODELLED_DTYPES = ("float16", "bfloat16")
 """Dtypes that the presets cover, equally fast. float32 needs several products for one."""
 Seconds = Any
-"""A float, or an array with one element per case."""
+"""A float, or an array with one element per length or per random draw."""
 
 
 class Area(NamedTuple):
-    """Part of the (query, key) plane that one launch computes per head; numbers, or arrays of one length."""
+    """Work of one launch per head, counted in the (query, key) plane; numbers, or arrays over several lengths."""
 
     pairs: Any
     """Visible (query, key) pairs."""
@@ -40,7 +40,7 @@ class Area(NamedTuple):
 
 
 def full_area(tokens: Any, *, causal: bool) -> Area:
-    """Return the area of all tokens on one device."""
+    """Return the area of one launch on a full or causal square of ``tokens``."""
     if causal:
         return Area(tokens * (tokens + 1) / 2, tokens, tokens, tokens, tokens)
     return Area(tokens * tokens, tokens, tokens, tokens, 0)
@@ -55,7 +55,7 @@ class Speed:
 
     name: str
     forward: float
-    """FLOP/s of a forward launch without idle tail, masked tiles and state."""
+    """FLOP/s of a forward that has no idle tail, no masked tiles and no state."""
     backward: float
     """The same for both backward kernels together, counted as 2.5 forwards."""
     memory: float
@@ -66,20 +66,20 @@ class Speed:
     launch: float = 5e-6
     """Seconds per launch."""
     edge: float = 256.0
-    """Cost of masking per row of a masked tile, in keys; includes the tile's invisible half."""
+    """Extra cost of a row of a masked tile, in keys: the tile's invisible half and the mask itself."""
     passes: float = 0.85
     """Share of the nominal memory speed that a pass over a tensor reaches."""
     beside: float = 0.12
     """Share of its speed that a kernel loses during a transfer: NCCL takes 16 of 132 multiprocessors."""
     host: float = 28e-6
-    """Host seconds per launch or post; `bench host` measured 52 us for two per hop, 116 us for four."""
+    """Host seconds per launch or post: `bench host` measured 52 us for two and 116 us for four."""
     link: str = "nvlink4"
     """Preset of the link between such GPUs."""
     peak: float | None = None
     """Published dense 16-bit FLOP/s; None if the speeds come from a file or flags."""
 
     def product_seconds(self, area: Area, call: PredictedCall, *, backward: bool = False) -> Seconds:
-        """Return the seconds of one launch's matrix products; for a backward, of both kernels together."""
+        """Return the seconds of the matrix products of one forward launch, or of both backward kernels together."""
         heads, wave = call.batch * call.heads / call.chunks, self.multiprocessors * TILE_ROWS
         operations = heads * (area.pairs + self.edge * area.edges)
         work = np.maximum(operations + IDLE_WAVE_SHARE * wave * area.longest, wave * area.longest)
@@ -91,7 +91,7 @@ class Speed:
         return nbytes / (self.memory * self.passes)
 
     def seconds(self, what: str, area: Area, call: PredictedCall, *, hop: int) -> Seconds:
-        """Return the seconds of one launch of our kernels."""
+        """Return the seconds of the launch ``what``, such as ``FOLD``, on one chunk; hop 0 reads no state."""
         heads, kv_heads = (call.batch * count / call.chunks * call.head_dim for count in (call.heads, call.kv_heads))
         if what == POINT:
             return 0.0
@@ -109,10 +109,10 @@ class Speed:
     def fit_speeds(
         self, forward: tuple[float, PredictedCall], backward: tuple[float, PredictedCall] | None = None
     ) -> Speed:
-        """Return this GPU with speeds at which whole calls reach given FLOP/s of visible pairs.
+        """Return this GPU with the speeds at which the two calls reach the given FLOP/s on their visible pairs.
 
-        The backward counts as 2.5 forwards; None keeps the ratio to the forward. Raise ValueError if a call would take
-        less time than a launch.
+        The backward counts as 2.5 forwards; None keeps its ratio to the forward. Raise ValueError if a call would take
+        less time than the launch itself.
         """
 
         def speed(rate: float, call: PredictedCall, before: float, *, is_backward: bool) -> float:
@@ -120,30 +120,25 @@ class Speed:
             pairs = FORWARD_FLOPS * call.head_dim * call.batch * call.heads * area.pairs
             wanted = pairs * (BACKWARD_FLOPS if is_backward else 1) / rate - self.launch
             if wanted <= 0:
-                raise ValueError(
-                    f"{rate:.3g} FLOP/s is too fast for this call: it would take less time than the launch itself"
-                )
+                raise ValueError(f"{rate:.3g} FLOP/s is too fast: this call would take less time than its launch")
             return float(before * self.product_seconds(area, call, backward=is_backward) / wanted)
 
         forward_speed = speed(*forward, self.forward, is_backward=False)
-        if backward is None:
-            return replace(
-                self, forward=forward_speed, backward=self.backward * forward_speed / self.forward, peak=None
-            )
-        return replace(
-            self, peak=None, forward=forward_speed, backward=speed(*backward, self.backward, is_backward=True)
-        )
+        backward_speed = self.backward * forward_speed / self.forward
+        if backward is not None:
+            backward_speed = speed(*backward, self.backward, is_backward=True)
+        return replace(self, forward=forward_speed, backward=backward_speed, peak=None)
 
 
 class Preset(NamedTuple):
-    """Rates of a GPU model, and the link between several; ``kernels/gpu.py`` has the model's facts."""
+    """Kernel speeds of a GPU model, and the link inside a node; ``kernels/gpu.py`` has the model's other facts."""
 
     forward: float
-    """Value of ``Speed.forward``: a rough rate of Triton's and PyTorch's kernels, until it is fitted."""
+    """Value of ``Speed.forward``: a rough rate of Triton's and PyTorch's kernels, until it is measured."""
     backward: float
     link: str
     scaled_from: str = ""
-    """Model on which these rates were measured, if another; they are scaled by the ratio of the peaks."""
+    """Another model for which these rates are; they are scaled by the ratio of the two peaks."""
 
 
 GPUS = {
@@ -184,7 +179,7 @@ DRAWS = 16  # random draws of jitter, reported by mean and spread
 
 @dataclass(frozen=True)
 class Perturbation:
-    """Differences between ranks: slow GPUs, and jitter of launches."""
+    """Differences between ranks: GPUs that are slow, and launches whose times vary at random."""
 
     slow: Mapping[int, float] = field(default_factory=dict)
     """Factor on the time of every launch, by rank."""
@@ -193,12 +188,10 @@ class Perturbation:
 
     def __post_init__(self) -> None:
         if not 0 <= self.jitter <= MOST_JITTER:
-            raise ValueError(f"jitter is {self.jitter}: it must be 0 to {MOST_JITTER:g}, and 0.05 is 5%")
+            raise ValueError(f"jitter is {self.jitter}: it must be between 0 and {MOST_JITTER:g}, where 0.05 is 5%")
         for rank, factor in self.slow.items():
             if not 1 <= factor <= MOST_SLOW:
-                raise ValueError(
-                    f"slow is {rank}={factor:g}: the factor on the rank's times must be 1 to {MOST_SLOW:,}"
-                )
+                raise ValueError(f"slow is {rank}={factor:g}: the factor must be between 1 and {MOST_SLOW:,}")
 
     @property
     def is_active(self) -> bool:
@@ -209,15 +202,15 @@ class Perturbation:
         return ", ".join(parts + ([f"launches vary by {self.jitter:.3g}"] if self.jitter else []))
 
     def check(self, world: int) -> None:
-        """Raise ValueError if a slow rank does not exist, or there are too many ranks to simulate one by one."""
+        """Raise ValueError if a slow rank is not among ``world`` ranks, or if these are too many to simulate."""
         unknown = [rank for rank in self.slow if not 0 <= rank < world]
         if unknown:
-            raise ValueError(f"slow names rank {unknown[0]}: it must be 0 to {world - 1}")
+            raise ValueError(f"slow names rank {unknown[0]}: the rank must be between 0 and {world - 1}")
         if self.is_active and world > MOST_RANKS:
             raise ValueError(f"slow and jitter take rings of at most {MOST_RANKS} GPUs: got {world}")
 
     def launch_factors(self, rank: int, phase: str, count: int) -> Seconds:
-        """Return the factor on every launch of a rank, ``[count]``, or with jitter ``[count, draw]``."""
+        """Return the factors on a rank's ``count`` launch times: ``[count]``, or with jitter ``[count, draw]``."""
         factor = self.slow.get(rank, 1.0)
         if not self.jitter:
             return [factor] * count
@@ -225,12 +218,12 @@ class Perturbation:
         return factor * generator.lognormal(0.0, self.jitter, (count, DRAWS))
 
     def slowest_factor(self, world: int) -> float:
-        """Return the factor on a launch until all ranks have finished it, the mean of all draws."""
+        """Return the largest factor on a launch of any of ``world`` ranks, the mean of all draws."""
         factors = [np.broadcast_to(self.launch_factors(rank, "", 1)[0], DRAWS) for rank in range(world)]
         return float(np.max(factors, axis=0).mean())
 
     def group_ranks(self, degree: int) -> Perturbation:
-        """Return the perturbation of a ring of groups: each group is as slow as its slowest rank."""
+        """Return the perturbation of a ring over groups of ``degree`` ranks, each as slow as its slowest rank."""
         slow: dict[int, float] = {}
         for rank, factor in self.slow.items():
             slow[rank // degree] = max(factor, slow.get(rank // degree, 1.0))

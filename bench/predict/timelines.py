@@ -17,33 +17,33 @@ from .simulator import RankTimes
 from .speed import POINT
 
 TIMELINE_FIELDS = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "nodes")
-"""Fields of a call besides its mask in a timeline, as in measured timelines."""
+"""Fields of a call that a timeline describes besides layout and mask, named as in measured timelines."""
 
 
 def predicted_timeline(title: str, passes: tuple[Pass, ...], call: PredictedCall) -> Timeline:
-    """Return the events of all ranks, one pass after the other; raise ValueError for extrapolated passes."""
+    """Return the timeline of all ranks, one pass after the other; raise ValueError for extrapolated passes."""
     events: list[Event] = []
     plans, begin = call.plans(), 0.0
     for predicted_pass in passes:
         if not predicted_pass.tracks:
-            raise ValueError("a timeline needs every rank, but smaller rings were simulated")
+            raise ValueError("a timeline needs every rank, and this prediction is extrapolated from smaller rings")
         for track in predicted_pass.tracks:
-            events += _of_rank(track, plans[track.program.rank], begin)
+            events += _rank_events(track, plans[track.program.rank], begin)
         begin += predicted_pass.seconds
     return Timeline(title, "predicted", call.world, tuple(events), {"call": timeline_details(call)})
 
 
 def timeline_details(call: PredictedCall) -> dict[str, Any]:
-    """Return a timeline's description of its call: shape, layout and mask."""
+    """Return shape, layout and mask of a call as JSON data, as measured timelines have them."""
     return {name: getattr(call, name) for name in TIMELINE_FIELDS} | {"layout": str(call.layout)} | mask_data(call.mask)
 
 
-def _of_rank(track: RankTimes, plan: Plan, start: float) -> Iterator[Event]:
+def _rank_events(track: RankTimes, plan: Plan, start: float) -> Iterator[Event]:
     rank, phase = track.program.rank, track.program.phase
     free, posts, computed = 0.0, list[CompletedPost](), dict[int, list[TimeInterval]]()
     for op, begin, end in zip(track.program.ops, track.begins, track.ends, strict=True):
         if op.key is not None:
-            yield from _transfers(op, op.key, plan, start + begin, start + end)
+            yield from _transfer_events(op, op.key, plan, start + begin, start + end)
             sent, received = (sum(nbytes for _, nbytes in messages) for messages in (op.sends, op.receives))
             posts.append(CompletedPost(op.key, begin, end, sent, received))
             continue
@@ -60,7 +60,7 @@ def _of_rank(track: RankTimes, plan: Plan, start: float) -> Iterator[Event]:
         yield Event(rank, use.kind, use.phase, use.hop, start + use.begin, start + use.end, use.name)
 
 
-def _transfers(op: Op, key: PostKey, plan: Plan, begin: float, end: float) -> Iterator[Event]:
+def _transfer_events(op: Op, key: PostKey, plan: Plan, begin: float, end: float) -> Iterator[Event]:
     name = "dK/dV of {}" if key.kind in (TransferKind.DKV, TransferKind.RETURN) else "K/V of {}"
     for lane, messages in (("send", op.sends), ("receive", op.receives)):
         shard = plan.hops[_moved_hop(key, plan, lane)].shard
@@ -69,13 +69,10 @@ def _transfers(op: Op, key: PostKey, plan: Plan, begin: float, end: float) -> It
 
 
 def _moved_hop(key: PostKey, plan: Plan, lane: str) -> int:
-    """Return the hop whose shard a group sends or receives."""
+    """Return the hop whose shard a group of transfers moves; ``lane`` is ``send`` or ``receive``."""
     if key.kind in KV_KINDS:
-        return (
-            key.payload_hop
-            if lane == "receive"
-            else key.payload_hop - (plan.inner if key.kind is TransferKind.RAIL else 1)
-        )
+        step = plan.inner if key.kind is TransferKind.RAIL else 1
+        return key.payload_hop - (step if lane == "send" else 0)
     if key.kind is TransferKind.RETURN:
         return key.hop // plan.inner * plan.inner if lane == "send" else 0
     following = key.payload_hop + 1

@@ -36,7 +36,7 @@ class Chart:
 
 
 def build_charts(result: Result) -> list[Chart]:
-    """Return the charts of a result: one, or for a list of numbers one for each name and unit."""
+    """Return at most one chart; for a suite case's list of numbers, one for each name and unit that can be drawn."""
     if not {"number", "value", "unit"} <= result.units.keys():
         groups = {(result.case, ""): result.rows}
     else:
@@ -54,7 +54,7 @@ def build_charts(result: Result) -> list[Chart]:
 
 
 def build_chart(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart | None:
-    """Build the chart of the first quantity over the first varying size, or None if there is none."""
+    """Build the chart of the first of ``QUANTITIES`` over the first varying column of ``SIZES``; None without both."""
     varying = [name for name in units if len({str(row.get(name)) for row in rows}) > 1]
     x = next((name for name in SIZES if name in varying and all(is_drawable(row.get(name)) for row in rows)), None)
     drawn = [name for name in units if name != x and any(is_drawable(row.get(name)) for row in rows)]
@@ -77,12 +77,9 @@ def build_chart(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Ch
             labels = [(name, row.get(name)) for name in variants if row.get(name) is not None]
             line = ", ".join(at if isinstance(at, str) else f"{name} {at}" for name, at in labels)[:MOST_NAME] or y
             points.setdefault(line, {}).setdefault(float(size), []).append(float(value))
-    lines = {
-        line: {at: statistics.median(values) for at, values in points_of_line.items()}
-        for line, points_of_line in points.items()
-    }
+    lines = {line: {at: statistics.median(ys) for at, ys in values.items()} for line, values in points.items()}
     shown_lines = dict([*lines.items()][:MOST_LINES])
-    if not any(len(points_of_line) > 1 for points_of_line in shown_lines.values()):
+    if not any(len(values) > 1 for values in shown_lines.values()):
         return None
     more = f", first {MOST_LINES} of {len(lines)} lines" if len(lines) > MOST_LINES else ""
     across, up = (f"{name}, {units[name]}" if units[name] not in ("", name) else name for name in (x, y))
@@ -90,7 +87,7 @@ def build_chart(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Ch
 
 
 def _only_some_have(name: str, variants: Sequence[str], x: str, rows: Sequence[Row]) -> bool:
-    """Return True if some rows lack a column that is not needed to identify rows; it would split lines."""
+    """Return True if some rows lack the column ``name`` and ``variants`` identify every row without it."""
     if all(row.get(name) is not None for row in rows):
         return False
     others = [other for other in (x, *variants) if other != name]
@@ -103,7 +100,7 @@ def is_drawable(value: object) -> TypeGuard[float]:
 
 
 def draw_chart(chart: Chart) -> Any:
-    """Draw a chart without its title, which the page shows."""
+    """Draw a chart; return the matplotlib figure, without the title, which the page shows."""
     from matplotlib.figure import Figure
 
     with use_theme():

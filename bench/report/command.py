@@ -1,4 +1,4 @@
-"""``ringattn report`` writes one page of a folder of results."""
+"""``ringattn report`` writes one HTML page of a folder of results."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def report_command(
     folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR", help="ResultFolder of `ringattn bench suite --out DIR`, or of any results in JSON."
-        ),
+        typer.Argument(metavar="DIR", help="Folder of `ringattn bench suite --out DIR`, or of any results in JSON."),
     ],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help=f"File of the page; default: DIR/{PAGE_NAME}.")
     ] = None,
 ) -> None:
-    """Write one self-contained page of a folder's results (files of --json) and traces.
+    """Write one HTML page, which needs no other file, of a folder's results (files of --json) and traces.
 
     A predicted trace is drawn below the measured trace of the same call.
     """
@@ -46,7 +44,7 @@ def report_command(
 
 
 def write_report_or_reason(folder: Path) -> str:
-    """Write the page of a folder just measured; return its path, or the reason why writing it failed."""
+    """Write the page of a folder; return the page's path, or the reason why writing it failed."""
     try:
         write_report(folder, folder / PAGE_NAME)
     except Exception as error:
@@ -55,7 +53,7 @@ def write_report_or_reason(folder: Path) -> str:
 
 
 def write_report(folder: Path, target: Path) -> ResultFolder:
-    """Write the page of a folder; return its contents, with the files that could not be read."""
+    """Write the page of a folder; return what was read, with the reasons why other files were not."""
     from ..common.output import check_writable, write_file
     from .page import read_folder, render_page
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ... import __version__
 from ...kernels.json_files import read_object
-from ..common.result import Result, format_cell, read_result
+from ..common.result import HEADINGS, Result, format_cell, read_result
 from ..common.theme import inline_svg, use_page_colours
 from ..timeline import drawing
 from ..timeline.events import PREDICTED, Timeline, from_chrome, is_same_call
@@ -26,7 +26,7 @@ MAX_CELL_LENGTH = 400  # characters of a cell, because files can hold anything
 
 @dataclass
 class ResultFolder:
-    """Contents of a folder of results: results in JSON, Chrome traces of rings, and files that cannot be read."""
+    """Results and timelines of a folder, each with its file's name, and why other files were refused."""
 
     name: str
     results: list[tuple[str, Result]] = field(default_factory=list)
@@ -35,7 +35,7 @@ class ResultFolder:
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """Provenance of the first result or timeline."""
+        """Provenance of the first result or timeline that has one."""
         provenances = [result.provenance for _, result in self.results] + [
             timeline.about.get("provenance") for _, timeline in self.timelines
         ]
@@ -45,9 +45,7 @@ class ResultFolder:
 def read_folder(folder: Path) -> ResultFolder:
     """Read every JSON file of a folder; list files that cannot be read, or raise ValueError if no file can."""
     if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is not a folder: it must be a folder of results, as from `ringattn bench suite --out DIR`"
-        )
+        raise ValueError(f"{folder} is not a folder of results, as `ringattn bench suite --out DIR` writes them")
     contents = ResultFolder(printable_text(folder.absolute().name))
     for path in sorted(folder.glob("*.json"), key=lambda path: (path.name != SUITE_FILE, path)):
         name = printable_text(path.name)
@@ -60,7 +58,7 @@ def read_folder(folder: Path) -> ResultFolder:
         except ValueError as error:
             contents.refusals.append(f"{name}: {printable_text(str(error).replace(str(path), 'it'))}")
     if not contents.results and not contents.timelines:
-        message = f"{folder} holds no results: no file that a command wrote with --json"
+        message = f"{folder} has no file that a command wrote with --json"
         raise ValueError("; ".join([message, *contents.refusals]))
     return contents
 
@@ -71,7 +69,7 @@ def printable_text(text: str) -> str:
 
 
 def render_page(folder: ResultFolder) -> str:
-    """Render the page with all file contents escaped; results that cannot be drawn are added to the refused files."""
+    """Return the page as HTML, with all file contents escaped; failed drawings are added to ``folder.refusals``."""
     import jinja2
     from markupsafe import Markup
 
@@ -102,6 +100,7 @@ def render_page(folder: ResultFolder) -> str:
         failed=failed + [("not read", reason) for reason in folder.refusals],
         sections=sections,
         timelines=pictures,
+        headings=HEADINGS,
         style=Markup(package_files.joinpath("report.css").read_text()),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
@@ -109,14 +108,14 @@ def render_page(folder: ResultFolder) -> str:
 
 
 def count_outcomes(folder: ResultFolder) -> str:
-    """Return how many parts of the suite ended in each state."""
+    """Return how many parts of the suite are in each state, such as ``20 done, 1 failed``."""
     rows = [row for file, result in folder.results if file == SUITE_FILE for row in result.rows]
     states = Counter(plain_text(row["state"]) for row in rows if "state" in row)
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
 def ordered_provenance(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the provenance as text, most important fields first."""
+    """Yield name and text of every field that is not empty, in the order of ``PROVENANCE``."""
     for name in sorted(provenance, key=lambda name: PROVENANCE.index(name) if name in PROVENANCE else len(PROVENANCE)):
         if text := plain_text(provenance[name]):
             yield name, text
@@ -139,7 +138,7 @@ def cell_text(value: object) -> str:
 
 
 def sort_keys(values: Sequence[object]) -> list[int | str]:
-    """Return sort keys of a column: numbers by size, then words alphabetically, "" for empty cells."""
+    """Return the rank of each cell when the column is sorted: numbers first, then words; "" for empty cells."""
 
     def key(value: object) -> tuple[bool, Any]:
         return isinstance(value, str), value.casefold() if isinstance(value, str) else value
@@ -149,7 +148,7 @@ def sort_keys(values: Sequence[object]) -> list[int | str]:
 
 
 def draw_result(folder: ResultFolder, number: int) -> Iterator[tuple[str, Any]]:
-    """Yield a result's charts with their titles; a chart that cannot be drawn does not stop the page."""
+    """Yield (title, SVG) of every chart of a result; a failure is added to ``folder.refusals``."""
     file, result = folder.results[number]
     try:
         for place, chart in enumerate(charts.build_charts(result)):
@@ -159,7 +158,7 @@ def draw_result(folder: ResultFolder, number: int) -> Iterator[tuple[str, Any]]:
 
 
 def draw_timelines(folder: ResultFolder) -> Iterator[tuple[str, Any]]:
-    """Yield each measured timeline above the predicted one of the same call, and the remaining ones alone."""
+    """Yield (caption, SVG) of each measured timeline above a prediction of the same call; then other predictions."""
     predicted = [named for named in folder.timelines if named[1].source == PREDICTED]
     groups = [[named] for named in folder.timelines if named[1].source != PREDICTED]
     for group in groups:

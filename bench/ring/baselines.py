@@ -41,17 +41,17 @@ REDUCE_SCATTER: Callable[..., object] = getattr(dist, "reduce_scatter_single", d
 def baseline_ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, waits: DeviceStopwatch | None = None
 ) -> Tensor:
-    """Compute attention of this rank's queries over the default group.
+    """Return the attention of this rank's queries, from a conventional ring over the default group.
 
     Shapes: q ``[B, S, H, D]``, k and v ``[B, S, Hkv, D]``. S is equal on all ranks. With ``causal`` the layout must be
-    zigzag and S even. ``waits`` adds up the time spent waiting for the network.
+    zigzag and S even. ``waits`` times the waits for the network.
     """
     out: Tensor = _BaselineRing.apply(q, k, v, causal, waits or DeviceStopwatch(q.device))  # type: ignore[no-untyped-call]
     return out
 
 
 class RingTransfer:
-    """Tensors in transit: sent to the next rank while the previous rank's tensors arrive."""
+    """A transfer in progress: ``tensors`` go to the next rank, and those of the previous rank arrive."""
 
     def __init__(self, tensors: Sequence[Tensor], waits: DeviceStopwatch) -> None:
         self._waits = waits
@@ -71,7 +71,7 @@ class RingTransfer:
 
 
 class StepSlices:
-    """Slices of the local queries and of the current keys that one step computes."""
+    """Slices of the ``rows`` local queries and of the current keys that a step computes, and its ``causal`` flag."""
 
     def __init__(self, step: int, rows: int, causal: bool) -> None:
         self.causal = causal and step == 0
@@ -129,7 +129,7 @@ class _BaselineRing(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
-    """Compute ``out - sigmoid(block_lse - lse) * (out - block)`` and ``lse - logsigmoid(lse - block_lse)`` in place."""
+    """Merge a block into ``out`` and ``lse`` in place, which become the attention over both sets of keys."""
     merged = out - torch.sigmoid(block_lse - lse) * (out - block)
     merged_lse = lse - F.logsigmoid(lse - block_lse)
     out.copy_(merged)
@@ -137,7 +137,7 @@ def _merge(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return ``out [B, S, H, D]`` and ``lse [B, S, H, 1]``."""
+    """Return ``out [B, S, H, D]`` and ``lse [B, S, H, 1]`` of one block from PyTorch's CPU operator."""
     by_head = (x.transpose(1, 2) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*by_head, NO_DROPOUT, causal)
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
@@ -156,11 +156,11 @@ def _attention_backward(query_tensors: Sequence[Tensor], key_tensors: Sequence[T
 
 
 class CollectiveAttention:
-    """Attention with equal shards, with collectives before and after one launch per pass.
+    """Attention with equal shards in one launch per pass, with collectives before and after.
 
-    ``queries`` converts a shard of q or dout to the tensor that this rank computes with, and ``keys`` a shard of k or
-    v. ``results`` converts the computed out or dq to this rank's shard, and ``gradients`` the computed fp32 dk or dv.
-    ``waits`` adds up the time of the collectives.
+    Subclasses define the collectives. ``queries`` turns a shard of q or dout into what this rank computes with, and
+    ``keys`` a shard of k or v. ``results`` turns the computed out or dq into this rank's shard, and ``gradients`` the
+    computed fp32 dk or dv. ``positions`` are those of the queries, and ``waits`` times the collectives.
     """
 
     def __init__(self, layout: Layout, positions: Tensor, causal: bool, device: torch.device) -> None:
@@ -168,13 +168,13 @@ class CollectiveAttention:
         self.bounds = bounds(Mask(causal=causal), positions, torch.arange(layout.seqlen)).to(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention of this rank's queries, with gradients."""
+        """Return the attention of this rank's queries, differentiable by q, k and v."""
         out: Tensor = _CollectiveFunction.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         return out
 
 
 class AllGatherAttention(CollectiveAttention):
-    """K/V of all ranks gathered on every rank in position order; dK/dV reduced and scattered."""
+    """Attention that gathers K/V on every rank in position order, and reduce-scatters dK/dV."""
 
     def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
         super().__init__(layout, layout.positions(dist.get_rank()), causal, device)
@@ -204,13 +204,13 @@ class AllGatherAttention(CollectiveAttention):
 
 
 class AllToAllAttention(CollectiveAttention):
-    """All-to-all from sharded tokens to sharded heads and back, in rank order."""
+    """Attention that exchanges shards of tokens for shards of heads by all-to-all, and exchanges the results back."""
 
     def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
         super().__init__(layout, torch.arange(layout.seqlen), causal, device)
 
     def queries(self, shard: Tensor) -> Tensor:
-        """Exchange ``[B, S / P, H, D]`` for ``[B, S, H / P, D]``."""
+        """Return ``[B, S, H / P, D]``, this rank's heads of all tokens, for a shard ``[B, S / P, H, D]``."""
         batch, tokens, heads, dim = shard.shape
         parts = shard.contiguous().view(batch, tokens, self.world, heads // self.world, dim)
         return self._exchanged(parts.permute(2, 0, 1, 3, 4).contiguous()).transpose(0, 1).flatten(1, 2)

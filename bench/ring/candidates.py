@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from ...comm.group_cache import get_group_cache
 from ...comm.groups import MESH_DIMS, Group, resolve_mesh
 from ...ring import Mask, Ring, ring_attention
+from ...ring.local.registry import other_backends
 from ...ring.mesh import ring_layout
 from ...ring.schedule.schedule import schedule
 from ...ring.ulysses import split_ulysses_heads
-from ..common.attention import DTYPES, AttentionConfig, Tensors, forward_backward
+from ..common.attention import DTYPES, AttentionConfig, Tensors, backend_refusal, forward_backward
 from ..common.memory_table import (
     ALL_CORES,
     ALL_GATHER,
@@ -46,7 +47,7 @@ CONTEXT_PARALLEL = "PyTorch context_parallel"
 
 
 class CandidateUnavailableError(Exception):
-    """A candidate does not compute this problem, or not on this machine. The message says why."""
+    """Raised if a candidate cannot compute this problem on this machine; the message says why."""
 
 
 def balanced_layout(problem: AttentionConfig) -> str:
@@ -56,36 +57,37 @@ def balanced_layout(problem: AttentionConfig) -> str:
 
 @dataclass(frozen=True)
 class CandidateSetting:
-    """Inputs for constructing candidates, on one rank."""
+    """Arguments of a candidate's constructor on one rank."""
 
     problem: AttentionConfig
     layouts: tuple[str, ...]
     device: torch.device
-    ring: Callable[[Group | None], Ring]  # opens a ring, of the default group or of another
-    shares_gpu: bool = False  # ranks share a GPU
+    ring: Callable[[Group | None], Ring]  # opens a ring over a group; None: the default group
+    shares_gpu: bool = False
     has_slow_links: bool = False  # True if the links of our rings are slowed down
 
     def positions(self, layout: str) -> Tensor:
-        """Return this rank's token positions."""
+        """Return this rank's token positions in a layout."""
         return self.problem.layout_by_name(layout).positions(dist.get_rank())
 
     def require(self, name: str, *modules: str, pieces: int = 1) -> None:
-        """Raise if a module is missing, ranks share a GPU, or shards do not split into equal pieces."""
+        """Raise CandidateUnavailableError if a module is missing, ranks share a GPU, or shards are not equal.
+
+        ``pieces`` is the number of equal pieces that the candidate ``name`` makes of each shard.
+        """
         for module in modules:
             if importlib.util.find_spec(module) is None:
                 raise CandidateUnavailableError(f"{module} is not installed (pip install {name})")
         if self.shares_gpu:
-            raise CandidateUnavailableError(f"ranks share a GPU, but {name} uses NCCL with one rank per GPU")
+            raise CandidateUnavailableError(f"{name} needs a GPU per rank, because it uses NCCL")
         seqlen, pieces = self.problem.seqlen, pieces * self.problem.world
         if seqlen % pieces:
-            raise CandidateUnavailableError(
-                f"{name} needs {pieces} equal pieces, and {seqlen} tokens do not divide into them"
-            )
+            raise CandidateUnavailableError(f"{name} needs tokens in multiples of {pieces}: got {seqlen}")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One method. ``attend`` takes this rank's tokens at ``positions``; None means that this rank is idle."""
+    """One method. ``attend`` takes q, k and v of this rank's tokens, at ``positions`` (None: an idle rank)."""
 
     name: str
     positions: Tensor | None
@@ -98,11 +100,11 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """The candidate's name without its layout."""
+        """The name that ``common/memory_table.py`` uses: without the layout."""
         return candidate_kind(self.name)
 
     def shards(self, whole: Tensors, device: torch.device) -> Tensors:
-        """Return this rank's part of q, k, v and dout as separate copies."""
+        """Return copies of this rank's tokens of q, k, v and dout, given those of the whole sequence."""
         return () if self.positions is None else tuple(x[:, self.positions].contiguous().to(device) for x in whole)
 
     def run(self, shards: Tensors) -> Tensors:
@@ -128,9 +130,8 @@ def sdpa_one_device(setting: CandidateSetting) -> Candidate:
     """Return SDPA on the whole sequence, run by rank 0 with one rank's threads while the others wait."""
     problem = setting.problem
     positions = torch.arange(problem.seqlen) if dist.get_rank() == 0 else None
-    return Candidate(
-        ONE_DEVICE, positions, partial(sdpa_attention, causal=problem.causal), problem.threads, sent_bytes=0
-    )
+    attend = partial(sdpa_attention, causal=problem.causal)
+    return Candidate(ONE_DEVICE, positions, attend, problem.threads, sent_bytes=0)
 
 
 def sdpa_all_cores(setting: CandidateSetting) -> Candidate:
@@ -138,25 +139,29 @@ def sdpa_all_cores(setting: CandidateSetting) -> Candidate:
     problem = setting.problem
     threads = min(cores(), problem.threads * problem.world)
     if setting.device.type != "cpu":
-        raise CandidateUnavailableError("it applies only to the CPU")
+        raise CandidateUnavailableError("it needs the CPU")
     if threads <= problem.threads:
-        raise CandidateUnavailableError(f"it would use no more threads than one rank has ({problem.threads})")
+        raise CandidateUnavailableError(f"it would use no more threads than one rank, {problem.threads}")
     return replace(sdpa_one_device(setting), name=ALL_CORES, threads=threads)
 
 
-def our_ring(layout: str, setting: CandidateSetting) -> Candidate:
-    """Return ``ring_attention`` with one shard per rank; ``sent`` is the maximum over ranks, from the schedule."""
+def our_ring(layout: str, setting: CandidateSetting, backend: str = "auto") -> Candidate:
+    """Return ``ring_attention`` in a layout; its bytes sent are those of the rank that sends most in the schedule."""
+    refusal = None if backend == "auto" else backend_refusal(backend, setting.problem, setting.device)
+    if refusal is not None:
+        raise CandidateUnavailableError(refusal)
     problem, token_layout, ring = setting.problem, setting.problem.layout_by_name(layout), setting.ring(None)
-    attend: Any = partial(ring_attention, layout=token_layout, ring=ring, causal=problem.causal)
+    attend: Any = partial(ring_attention, layout=token_layout, ring=ring, causal=problem.causal, backend=backend)
     plan = schedule(token_layout, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
     kv, dkv = kv_bytes(problem)
     sent = max(map(sum, zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)))
     positions = setting.positions(layout)
-    return Candidate(f"{OURS} {layout}", positions, attend, problem.threads, sent_bytes=sent, ring=ring)
+    name = f"{OURS} {layout}" if backend == "auto" else f"{OURS} {layout} by {backend}"
+    return Candidate(name, positions, attend, problem.threads, sent_bytes=sent, ring=ring)
 
 
 def kv_bytes(problem: AttentionConfig) -> tuple[int, int]:
-    """Return the bytes per token of K and V, and of dK and dV in fp32."""
+    """Return the bytes per token of K and V together, and of fp32 dK and dV together."""
     elements = 2 * problem.batch * problem.kv_heads * problem.head_dim
     return elements * DTYPES[problem.dtype].itemsize, elements * torch.float32.itemsize
 
@@ -165,7 +170,7 @@ def baseline_ring(setting: CandidateSetting) -> Candidate:
     """Return the baseline ring in its balanced layout."""
     problem = setting.problem
     if setting.device.type != "cpu":
-        raise CandidateUnavailableError(f"it uses the CPU's operator; on a GPU compare with {ZHUZILIN}")
+        raise CandidateUnavailableError(f"it uses a CPU operator. On a GPU compare with {ZHUZILIN}.")
     setting.require(BASELINE, pieces=2)
     waits = DeviceStopwatch(setting.device)
     attend = partial(baseline_ring_attention, causal=problem.causal, waits=waits)
@@ -186,7 +191,7 @@ def all_gather(setting: CandidateSetting) -> Candidate:
 
 
 def ulysses(setting: CandidateSetting) -> Candidate:
-    """Return Ulysses: all-to-alls, so that every rank computes some heads of the whole sequence."""
+    """Return Ulysses, where every rank computes some heads of the whole sequence after an all-to-all."""
     problem, world = setting.problem, setting.problem.world
     for name, count in (("heads", problem.heads), ("kv_heads", problem.kv_heads)):
         if count % world:
@@ -194,13 +199,12 @@ def ulysses(setting: CandidateSetting) -> Candidate:
     setting.require(ULYSSES)
     net = AllToAllAttention(problem.layout_by_name("contiguous"), problem.causal, setting.device)
     sent = exchanged_bytes(problem, world)
-    return Candidate(
-        ULYSSES, setting.positions("contiguous"), net, problem.threads, sent_bytes=sent, wait_timer=net.waits
-    )
+    positions = setting.positions("contiguous")
+    return Candidate(ULYSSES, positions, net, problem.threads, sent_bytes=sent, wait_timer=net.waits)
 
 
 def exchanged_bytes(problem: AttentionConfig, degree: int) -> int:
-    """Return the bytes that a rank sends in all-to-alls: q, k, v and out, then dout, dq, dk and dv."""
+    """Return the bytes that a rank sends in all-to-alls over ``degree`` ranks, in a forward and backward."""
     kv = kv_bytes(problem)[0] * max(problem.kv_heads, degree) // problem.kv_heads
     queries = problem.batch * problem.heads * problem.head_dim * DTYPES[problem.dtype].itemsize
     return problem.seqlen // problem.world * (degree - 1) * (4 * queries + 2 * kv) // degree
@@ -235,14 +239,16 @@ def lucidrains(setting: CandidateSetting) -> Candidate:
     """Return ``ring-attention-pytorch`` in its own layout (striped by buckets) and its own order of query heads.
 
     Bucket ``j`` of ``n`` holds the positions ``j, j + n, j + 2n, …``, and a rank holds consecutive buckets. The package
-    sends to neighbours, and gloo cannot send to itself, so it needs two ranks.
+    needs two ranks, because gloo cannot send from a rank to itself.
     """
     problem = setting.problem
     setting.require(LUCIDRAINS, "ring_attention_pytorch")
     shard = problem.seqlen // problem.world
     bucket = min(BUCKET, shard)
     if shard % bucket or problem.world == 1:
-        raise CandidateUnavailableError(f"it needs at least two ranks, and shards of whole buckets of {bucket} tokens")
+        raise CandidateUnavailableError(
+            f"it needs at least two ranks, and shards that are multiples of {bucket} tokens"
+        )
     with warnings.catch_warnings():  # beartype warns about the package's type hints
         warnings.simplefilter("ignore")
         from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
@@ -262,21 +268,19 @@ def lucidrains(setting: CandidateSetting) -> Candidate:
 
 
 def repeated_head_order(heads: int, kv_heads: int) -> Tensor:
-    """Return our heads in the order of a package where query head ``i`` reads K/V head ``i % kv_heads``."""
+    """Return our query heads in the order in which head ``i`` reads key/value head ``i % kv_heads``."""
     return torch.arange(heads).view(kv_heads, -1).t().reshape(-1)
 
 
 def context_parallel(setting: CandidateSetting) -> Candidate:
     """Return ``torch.distributed.tensor.experimental.context_parallel``, with its head-tail balancing if causal.
 
-    It replaces only SDPA's CUDA operators. On the CPU, torch 2.13 fails with "Operator
+    ``context_parallel`` replaces only SDPA's CUDA operators. On the CPU, torch 2.13 fails with "Operator
     aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered".
     """
     problem = setting.problem
     if setting.device.type != "cuda":
-        raise CandidateUnavailableError(
-            "it has no sharding strategy for the CPU's SDPA operator (torch 2.13): it needs a GPU"
-        )
+        raise CandidateUnavailableError("it needs a GPU, because it cannot shard the CPU's SDPA operator (torch 2.13)")
     setting.require(CONTEXT_PARALLEL, pieces=2)
     if problem.heads != problem.kv_heads:
         raise CandidateUnavailableError("its SDPA operators need as many key/value heads as query heads")
@@ -292,17 +296,15 @@ def context_parallel(setting: CandidateSetting) -> Candidate:
         context: AbstractContextManager[object] = enter(mesh, buffers=[tokens], buffer_seq_dims=[0])
         return context
 
-    attend = partial(sdpa_attention, causal=problem.causal)
-    return Candidate(
-        CONTEXT_PARALLEL, setting.positions(balanced_layout(problem)), attend, problem.threads, step_context=around
-    )
+    attend, positions = partial(sdpa_attention, causal=problem.causal), setting.positions(balanced_layout(problem))
+    return Candidate(CONTEXT_PARALLEL, positions, attend, problem.threads, step_context=around)
 
 
 def zhuzilin(setting: CandidateSetting) -> Candidate:
     """Return ``ring-flash-attn``: its zigzag variant if causal, else its plain ring."""
     problem = setting.problem
     if setting.device.type != "cuda" or problem.dtype == "float32":
-        raise CandidateUnavailableError("it needs a GPU, and float16 or bfloat16, for its FlashAttention kernels")
+        raise CandidateUnavailableError("its FlashAttention kernels need a GPU, and float16 or bfloat16")
     setting.require(ZHUZILIN, "ring_flash_attn", "flash_attn", pieces=2)
     import ring_flash_attn
 
@@ -313,12 +315,15 @@ def zhuzilin(setting: CandidateSetting) -> Candidate:
 
 BASELINES: dict[str, Maker] = {BASELINE: baseline_ring, ALL_GATHER: all_gather, ULYSSES: ulysses}
 PEERS: dict[str, Maker] = {CONTEXT_PARALLEL: context_parallel, LUCIDRAINS: lucidrains, ZHUZILIN: zhuzilin}
-"""Candidates of other packages: a wrong result of theirs is a note, not a failure."""
+"""Candidates of other packages, whose wrong results are notes and not failures."""
 
 
 def candidate_makers(layouts: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
-    """Return the constructors of all candidates by name; the first is the reference."""
-    rings = {f"{OURS} {layout}": partial(our_ring, layout) for layout in layouts}
+    """Return the constructors of all candidates by name, first SDPA on one device, which others are compared with."""
+    rings: dict[str, Maker] = {f"{OURS} {layout}": partial(our_ring, layout) for layout in layouts}
+    rings |= {
+        f"{OURS} {layouts[0]} by {name}": partial(our_ring, layouts[0], backend=name) for name in other_backends()
+    }
     mixed = {
         mesh_name(degree, world): partial(ulysses_mesh, degree)
         for world in worlds
@@ -329,25 +334,22 @@ def candidate_makers(layouts: Sequence[str], worlds: Sequence[int]) -> dict[str,
 
 
 def select_makers(layouts: Sequence[str], prefixes: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
-    """Return the reference and the constructors whose names start with one of ``prefixes``, or all without any."""
+    """Return SDPA on one device and the candidates whose names start with one of ``prefixes`` (none: all)."""
     constructors = candidate_makers(layouts, worlds)
-    return {
-        name: make
-        for name, make in constructors.items()
-        if not prefixes or name == ONE_DEVICE or name.startswith(tuple(prefixes))
-    }
+    starts: str | tuple[str, ...] = (ONE_DEVICE, *prefixes) if prefixes else ""
+    return {name: make for name, make in constructors.items() if name.startswith(starts)}
 
 
 def make_candidates(
     setting: CandidateSetting, prefixes: Sequence[str] = ()
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Return the candidates that can compute this problem here, and why the others cannot."""
+    """Return by name the candidates that can compute this problem here, and why the others cannot."""
     available: dict[str, Candidate] = {}
     absent: dict[str, str] = {}
     for name, make in select_makers(setting.layouts, prefixes, [setting.problem.world]).items():
         try:
             if setting.has_slow_links and name in BASELINES | PEERS:
-                raise CandidateUnavailableError("--bytes-per-second slows only the transfers of our rings")
+                raise CandidateUnavailableError("--bytes-per-second slows down only our rings")
             available[name] = make(setting)
         except CandidateUnavailableError as reason:
             absent[name] = str(reason)

@@ -23,7 +23,7 @@ def parse_layouts(text: str) -> list[str]:
     names = known if text == "all" else [part.strip() for part in text.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise typer.BadParameter(f"{unknown[0]!r} is not a layout: it takes all, or some of {', '.join(known)}")
+        raise typer.BadParameter(f"{unknown[0]!r} is not a layout. It takes all, or some of {', '.join(known)}")
     return names
 
 
@@ -78,15 +78,13 @@ def ring(
     if min(worlds) < 1:
         raise typer.BadParameter(f"--world is {min(worlds)}: it must be at least 1")
     if min(seqlen) < max(worlds):
-        raise typer.BadParameter(
-            f"--seqlen is {min(seqlen)}: it must be at least one token for each of {max(worlds)} processes"
-        )
+        raise typer.BadParameter(f"--seqlen is {min(seqlen)}: it must be at least {max(worlds)}, a token per process")
     flags.check_transport_flag(transport, device, max(worlds))
     if bytes_per_second is not None and device != "cpu":
-        raise typer.BadParameter("--bytes-per-second slows only transfers on the CPU: set --device cpu")
+        raise typer.BadParameter("--bytes-per-second slows down only transfers on the CPU. Set --device cpu.")
     if bytes_per_second is not None and min(worlds) == 1:
         raise typer.BadParameter(
-            "--bytes-per-second slows transfers between processes, and --world is 1: set --world 2 or more"
+            "--world is 1: --bytes-per-second slows down transfers between processes, so take 2 or more"
         )
     prefixes = parse_candidate_prefixes(layout, by, worlds)
     configs = []
@@ -102,9 +100,9 @@ def ring(
         check_ranks_fit("--seqlen", problems[-1], partial(measure.ring_needs, layouts=layout, kinds=kinds))
         # On the CPU every length runs in new processes, because a reused heap would distort the peaks.
         problem_groups = [(problem,) for problem in problems] if device == "cpu" and place is None else [problems]
-        timer_of_ranks = flags.resolve_ring_timer(device, timer)
+        ring_timer = flags.resolve_ring_timer(device, timer)
         configs += [
-            measure.RingConfig(group, tuple(layout), repeats, prefixes, timer_of_ranks, bytes_per_second)
+            measure.RingConfig(group, tuple(layout), repeats, prefixes, ring_timer, bytes_per_second)
             for group in problem_groups
         ]
     result = Result("bench ring", measure.UNITS)
@@ -116,11 +114,11 @@ def ring(
 
 
 def parse_candidate_prefixes(layouts: list[str], by: str | None, worlds: list[int]) -> tuple[str, ...]:
-    """Return the name prefixes of ``--by``; raise typer.BadParameter if one starts no candidate's name."""
+    """Return the prefixes in ``by``; raise typer.BadParameter if no candidate's name starts with a prefix."""
     from .candidates import select_makers
 
     known, prefixes = list(select_makers(layouts, (), worlds)), tuple(by.split(",")) if by else ()
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in known):
-            raise typer.BadParameter(f"--by has {prefix!r}: it takes beginnings of {', '.join(known)}")
+            raise typer.BadParameter(f"--by has {prefix!r}: no candidate starts with it. They are {', '.join(known)}.")
     return prefixes

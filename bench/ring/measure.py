@@ -48,7 +48,7 @@ UNITS = {
     "compute": "ms", "error": "", "over tolerance": "",
 }  # fmt: skip
 """Columns and units. ``bench/README.md`` has the formula of every column."""
-ONE_RUN_NOTE = "exposed and compute come from one extra run; empty if longer than the median time"
+ONE_RUN_NOTE = "exposed and compute come from one extra run, and are left out if longer than the median time"
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class RingConfig:
     problems: tuple[AttentionConfig, ...]  # all with the same number of ranks
     layouts: tuple[str, ...]
     repeats: int = 5
-    prefixes: tuple[str, ...] = ()
-    timer: str = ""  # one of OF_RINGS; empty: the device's default
+    prefixes: tuple[str, ...] = ()  # beginnings of candidates' names; empty: all candidates
+    timer: str = ""  # one of RING_TIMERS; empty: the device's default
     bytes_per_second: float | None = None  # limit for the links of our rings, if any
 
 
 class CandidateCheck(NamedTuple):
-    """Results of the first run of a candidate."""
+    """Inputs, peak memory and errors of a candidate's first run on this rank."""
 
     shards: Tensors
     peak_bytes: int
@@ -73,7 +73,7 @@ class CandidateCheck(NamedTuple):
 
 
 def measure_rings(place: LaunchedRank, device: torch.device, config: RingConfig) -> Result:
-    """Measure all problems on one rank; only rank 0 computes errors."""
+    """Measure all problems as one rank of the ring; only rank 0 computes errors."""
     shared = device.type == "cuda" and place.local_world > torch.cuda.device_count()
     result = Result("bench ring", UNITS)
     with return_freed_memory(device):
@@ -86,16 +86,14 @@ def measure_rings(place: LaunchedRank, device: torch.device, config: RingConfig)
             setting = CandidateSetting(problem, config.layouts, device, ring, shared, slowed)
             result.add(measure_problem(setting, config, place.rank))
     if device.type == "cpu" and len(config.problems) > 1:
-        result.notes.append(
-            "peaks after the first length are upper bounds, because the same processes measure every length"
-        )
+        result.notes.append("peaks after the first length are upper bounds, because processes measure all lengths")
     return result
 
 
 def open_bench_ring(
     rings: ExitStack, device: torch.device, transport: str, limits: Limits, group: Group | None
 ) -> Ring:
-    """Open a ring that stays open with the others; destroy its group afterwards unless it is the default group."""
+    """Open a ring over a group (None: the default); ``rings`` closes it, and destroys any but the default group."""
     if isinstance(group, dist.ProcessGroup):
         if group is not dist.group.WORLD:
             rings.callback(dist.destroy_process_group, group)
@@ -154,15 +152,14 @@ def check_candidates(
     rank: int,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, CandidateCheck]:
-    """Run each candidate once, on all ranks together; return its shards, peak memory and errors (rank 0 only)."""
+    """Run each candidate once on all ranks together; ``progress`` is called after each."""
     tensors, checks = problem.tensors(), dict[str, CandidateCheck]()
     heads = judged_heads(problem.batch, problem.heads, problem.kv_heads, problem.seqlen, problem.seqlen)
-    judge = (
-        None
-        if rank
-        else build_judge(AttentionInputs(*(x.to(device) for x in tensors)), MaskOptions(causal=problem.causal), heads)
-    )
-    if judge is not None:  # keep the device's memory for the candidates
+    judge = None
+    if rank == 0:
+        inputs = AttentionInputs(*(x.to(device) for x in tensors))
+        judge = build_judge(inputs, MaskOptions(causal=problem.causal), heads)
+        del inputs  # keep the device's memory for the candidates
         judge = judge._replace(exact={name: x.cpu() for name, x in judge.exact.items()})
     cached_shards: list[tuple[Tensor, Tensors]] = []  # candidates with the same tokens share shards
     for name, candidate in available.items():
@@ -186,9 +183,10 @@ def check_candidates(
 def candidate_row(
     problem: AttentionConfig, candidate: Candidate, check: CandidateCheck, times: Samples, ideal: float | None
 ) -> Row:
-    """Run the candidate once more for its exposed and compute times, and return its row; all ranks call it.
+    """Return the candidate's row; all ranks must call, because it runs once more for exposed and compute times.
 
-    A time above the median of the timed runs is left out.
+    ``ideal`` is the time of one device divided by the ranks, if measured. An exposed or compute time above the median
+    of the timed runs is left out.
     """
     seconds, kind = times.median, candidate.kind
     parts = split_step_time(candidate, check.shards)
@@ -216,7 +214,7 @@ def candidate_row(
 def gather_results(
     candidate: Candidate, rank_results: Tensors, problem: AttentionConfig, kv_heads: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Gather some heads of all ranks' results on every rank, in position order, in float64."""
+    """Return out, dq, dk and dv of ``kv_heads`` and their query heads on every rank: all positions, in float64."""
     group = problem.heads // problem.kv_heads
     heads = [head * group + member for head in kv_heads for member in range(group)]
     chosen = (heads, heads, list(kv_heads), list(kv_heads))
@@ -248,7 +246,7 @@ def split_step_time(candidate: Candidate, shards: Tensors) -> tuple[float | None
 
 
 def crossover_notes(rows: Sequence[Row]) -> list[str]:
-    """Return notes on all-gather's and Ulysses' time over our best layout's, by length, for every world."""
+    """Return notes with the times of all-gather and Ulysses relative to our fastest layout, by ranks and length."""
     texts = []
     for world, by in itertools.product(dict.fromkeys(row["world"] for row in rows), (ALL_GATHER, ULYSSES)):
         ratios = []
@@ -264,7 +262,7 @@ def crossover_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def fastest_ring_note(rows: Sequence[Row]) -> list[str]:
-    """Return a note on the fastest ring at the largest world and length."""
+    """Return a note on the fastest sharded candidate at the largest number of ranks and length."""
     sharded = [row for row in rows if row["candidate"] not in (ONE_DEVICE, ALL_CORES)]
     if not sharded:
         return []
@@ -275,18 +273,15 @@ def fastest_ring_note(rows: Sequence[Row]) -> list[str]:
 
 
 def ring_needs(problem: AttentionConfig, *, layouts: Sequence[str], kinds: Sequence[str]) -> MemoryNeeds:
-    """Return the needs of all ranks of a machine: inputs, shards, float64 results, the largest peak and our slots."""
+    """Return the needs of all ranks of this machine for candidates of these layouts and kinds."""
     whole_inputs = problem.seqlen * input_bytes(problem)
-    drawn = (
-        whole_inputs + problem.seqlen * elements_per_token(problem)[0] * FP32
-    )  # one tensor at a time is drawn in fp32
+    # one tensor at a time is drawn in fp32
+    drawn = whole_inputs + problem.seqlen * elements_per_token(problem)[0] * FP32
     slots = ring_slots(problem) if OURS in kinds else 0
     kept_bytes = (len(layouts) + 2) * shard_tokens(problem) * input_bytes(problem) + len(layouts) * slots
     peaks = {kind: candidate_bytes(kind, problem) - (slots if kind == OURS else 0) for kind in kinds}
-    alone, shared = (
-        peaks.pop(ONE_DEVICE, 0),
-        max((size for kind, size in peaks.items() if kind != ALL_CORES), default=0),
-    )
+    alone = peaks.pop(ONE_DEVICE, 0)
+    shared = max((size for kind, size in peaks.items() if kind != ALL_CORES), default=0)
     ranks = ranks_here(problem.world)
     host = ranks * (drawn + PROCESS_BYTES)
     if problem.device == "cpu":

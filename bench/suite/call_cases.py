@@ -40,16 +40,19 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsink")
 LIMITS = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-4}
 WIRE_LIMITS = {"bfloat16": 3e-2, "float8_e4m3fn": 0.25}
-"""Limits for a row's error relative to the row or the mean row, whichever is larger. One wrong key exceeds LIMITS."""
+"""Limits for the error of a row, relative to the norm of the row or of the mean row, whichever is larger.
+
+One wrong key exceeds LIMITS.
+"""
 
 
 @dataclass(frozen=True)
 class CallCase:
-    """One call of ``ring_attention``; tensors among its arguments are moved to the device."""
+    """Arguments and shapes of one call of ``ring_attention``."""
 
     layout: str = "zigzag"
     dtype: str = "bfloat16"
-    options: Mapping[str, Any] = field(default_factory=lambda: {"causal": True})
+    options: Mapping[str, Any] = field(default_factory=lambda: {"causal": True})  # arguments of ring_attention
     ring: Mapping[str, Any] = field(default_factory=dict)  # arguments of Ring
     heads: tuple[int, int] = (4, 2)  # query heads, key/value heads
     head_dims: tuple[int, int] = (64, 64)  # head dim of q and k, of v
@@ -58,7 +61,7 @@ class CallCase:
     sink: bool = False
 
     def fits(self, transport: str, world: int) -> bool:
-        """Return True if these ranks can make this call."""
+        """Return True if ``world`` ranks can make this call."""
         levels = self.nodes == 1 or (world >= 2 * self.nodes and world % self.nodes == 0)
         return levels and world % self.ulysses == 0
 
@@ -124,12 +127,12 @@ def draw_call_tensors(call: CallCase) -> dict[str, Tensor]:
 
 
 def bind_sink(function: Any, **options: Any) -> Any:
-    """Return ``function`` as a function of q, k, v and an optional sink."""
+    """Return ``function`` with ``options`` bound, as a function of q, k, v and an optional sink."""
     return lambda q, k, v, sink=None: function(q, k, v, learnable_sink=sink, **options)
 
 
 def exact_call_results(call: CallCase, whole: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensors:
-    """Return out, lse and gradients of the reference in float64."""
+    """Return the reference's out, lse, dq, dk, dv (and dsink) in float64, for the tensors of the whole sequence."""
     options = dict(options)
     if "window_size" in options:
         options["window_size"] = tuple(-1 if side is None else side for side in options["window_size"])
@@ -140,12 +143,12 @@ def exact_call_results(call: CallCase, whole: Mapping[str, Tensor], options: Map
 
 
 def run_call(call: CallCase, transport: str, device: torch.device, group: Group) -> Tensor:
-    """Make a call twice on one rank; return errors by :data:`RESULTS`, changed elements, and a checksum."""
-    tensors, rank, world = (
-        {name: x.to(device) for name, x in draw_call_tensors(call).items()},
-        group.rank(),
-        group.size(),
-    )
+    """Make a call twice as one rank; return a vector of the largest row errors, changed elements and a checksum.
+
+    The errors are in the order of :data:`RESULTS`, and the two others follow.
+    """
+    tensors = {name: x.to(device) for name, x in draw_call_tensors(call).items()}
+    rank, world = group.rank(), group.size()
     layout, ring_group, mesh = LAYOUTS[call.layout](TOKENS, world), group, None
     if call.ulysses > 1:
         mesh, ring_group = split_group(group, world // call.ulysses, call.ulysses)
@@ -160,9 +163,8 @@ def run_call(call: CallCase, transport: str, device: torch.device, group: Group)
         first, second = (forward_backward(function, inputs, shards["dout"], shards["dlse"]) for _ in range(2))
     changed = sum(int((a != b).sum()) for a, b in zip(first, second, strict=True))
     bits = zlib.crc32(b"".join(x.cpu().contiguous().view(torch.uint8).numpy().tobytes() for x in first))
-    exact = [
-        layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact_call_results(call, tensors, options)[:5])
-    ]
+    whole = exact_call_results(call, tensors, options)[:5]
+    exact = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(whole)]
     if call.sink:  # this rank's part of the gradient, from its rows only
         rows = torch.zeros(TOKENS, device=device).index_fill_(0, layout.positions(rank).to(device), 1.0)
         own_gradients = {"dout": tensors["dout"] * rows[:, None, None], "dlse": tensors["dlse"] * rows}
@@ -172,7 +174,7 @@ def run_call(call: CallCase, transport: str, device: torch.device, group: Group)
 
 
 def row_difference(ours: Tensor, exact: Tensor) -> float:
-    """Return the largest error of a row relative to the row or the mean row; infinite for NaN."""
+    """Return the largest error of a row relative to the row or the mean row; infinite if a result is NaN."""
     blind = exact == -torch.inf
     if not ours.double()[blind].equal(exact[blind]):
         return math.inf
@@ -184,7 +186,7 @@ def row_difference(ours: Tensor, exact: Tensor) -> float:
 
 
 def split_group(group: Group, ranks: int, ulysses: int) -> tuple[GroupLike, Any]:
-    """Return a mesh of rings and Ulysses groups, and this rank's ring."""
+    """Return a mesh of ``ranks`` x ``ulysses``, and the group of this rank's ring."""
     if isinstance(group, LocalGroup):
         local = group.mesh(ranks, ulysses)
         return local, local.ring
@@ -195,14 +197,13 @@ def split_group(group: Group, ranks: int, ulysses: int) -> tuple[GroupLike, Any]
 def measure_calls(
     device: torch.device, *, transport: str, world: int, call_names: Sequence[str] = tuple(CALL_CASES)
 ) -> Iterator[MeasuredNumber]:
-    """Run calls with every kind of argument on rings against float64, then the transport's conformance suite."""
+    """Yield the errors of calls on ``world`` ranks of a transport; also run the transport's conformance suite."""
     names = [name for name in call_names if CALL_CASES[name].fits(transport, world)]
     if transport == "local":
         with LocalWorld(world, device=device) as ranks:
             for name in names:
-                yield from judge_call(
-                    name, transport, ranks.run(partial(run_call, CALL_CASES[name], transport, device))
-                )
+                rows = ranks.run(partial(run_call, CALL_CASES[name], transport, device))
+                yield from judge_call(name, transport, rows)
             ranks.run(partial(check_transfers, transport, device))
         return
     gathered = run_process_group(world, run_calls, transport, names, device=device.type)
@@ -211,7 +212,7 @@ def measure_calls(
 
 
 def run_calls(place: LaunchedRank, device: torch.device, transport: str, names: Sequence[str]) -> list[list[Tensor]]:
-    """Run calls in one of several processes; return the results of all ranks, by call."""
+    """Run calls as one rank of several processes; return for each call what :func:`run_call` returned per rank."""
     torch.set_num_threads(1)
     group = dist.group.WORLD
     assert group is not None
@@ -226,7 +227,7 @@ def run_calls(place: LaunchedRank, device: torch.device, transport: str, names: 
 
 
 def check_transfers(transport: str, device: torch.device, group: Group) -> None:
-    """Run the conformance suite of a transport, and its GPU cases on a GPU; a failure raises AssertionError."""
+    """Run a transport's conformance suite, and on a GPU its GPU cases; raise AssertionError if a case fails."""
     for case in gpu_cases.TRANSFER_CASES.get(transport, ()) if device.type == "cuda" else ():
         opened = open_transport(group, transport=transport, device=device)
         case(opened, device)
@@ -235,12 +236,11 @@ def check_transfers(transport: str, device: torch.device, group: Group) -> None:
 
 
 def judge_call(name: str, transport: str, rows: Sequence[Tensor]) -> Iterator[MeasuredNumber]:
-    """Yield the numbers of one call from the results of its ranks."""
+    """Yield the numbers of one call; ``rows`` has what :func:`run_call` returned on each rank."""
     results = torch.stack([*rows])
     worst = results[:, : len(RESULTS)].amax(0)
     bits = zlib.crc32(results[:, -1].numpy().tobytes())
     labels = {"call": name, "by": transport, "ranks": len(results), "of": RESULTS[int(worst.argmax())]}
-    yield MeasuredNumber(
-        "difference of a row", float(worst.max()), "relative", labels, CALL_CASES[name].limit, note=f"{bits:08x}"
-    )
+    limit = CALL_CASES[name].limit
+    yield MeasuredNumber("difference of a row", float(worst.max()), "relative", labels, limit, note=f"{bits:08x}")
     yield MeasuredNumber("changed in a second call", float(results[:, -2].sum()), "elements", labels, limit=0)

@@ -1,7 +1,7 @@
 """``ringattn bench suite`` runs everything this machine can measure, most important first, within a time budget.
 
-It is a list of command lines (``suite_parts.py``), each run as a process. If the folder holds results of the same code,
-versions and machine, the suite continues there and keeps finished parts.
+The suite is a list of command lines (``suite_parts.py``), each run as a process. If the folder holds results of the
+same code, versions and machine, the suite keeps finished parts and runs the rest.
 """
 
 from __future__ import annotations
@@ -70,20 +70,17 @@ def suite(
     remaining = [part for part in parts if finished.get(part.name) != part.command_line]
     # Parallel parts compile, and each keeps a core busy.
     width, names = min(cores(), MOST_SIDE_BY_SIDE), [part.name for part in all_parts]
-    seconds = (
-        sum(part_processes.group_seconds(group, width) for group in part_processes.group_parts(remaining))
-        + WRITING_SECONDS
-    )
+    groups = part_processes.group_parts(remaining)
+    seconds = sum(part_processes.group_seconds(group, width) for group in groups) + WRITING_SECONDS
     before = f"{len(parts) - len(remaining)} parts have results and are kept. " if len(remaining) < len(parts) else ""
-    enough = "is enough" if seconds <= budget else "is not enough for all of them"
+    enough = "is enough" if seconds <= budget else "may not be enough for all"
     ends = start + budget - WRITING_SECONDS
     started = time.monotonic() - start
     if short := part_processes.missing_seconds(remaining, ends):
-        minimum = math.ceil(
-            budget + short + started
-        )  # add the start-up time again, because the next start may take longer
-        raise typer.BadParameter(f"--budget is {budget:g}: too short for any part; it takes at least about {minimum}")
-    message = f"{len(remaining)} parts take at most {seconds:.0f} s, usually less: --budget {budget:g} {enough}"
+        # Add the start-up time again, because the next start may take longer.
+        minimum = math.ceil(budget + short + started)
+        raise typer.BadParameter(f"--budget is {budget:g}, too short for any part: it must be at least {minimum}")
+    message = f"{len(remaining)} parts take at most {seconds:.0f} s, usually less. --budget {budget:g} {enough}."
     typer.echo(before + message, err=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # handle like Ctrl-C
         signal.signal(number, signal.default_int_handler)
@@ -95,7 +92,7 @@ def suite(
                 write_results(out, result, [known[name] for name in names if name in known])
                 typer.echo(f"{row['part']}: {row['state']}, {row['seconds']} s", err=True)
     except KeyboardInterrupt:
-        typer.echo("interrupted: finished parts are kept; the same command continues", err=True)
+        typer.echo("interrupted. Finished parts are kept; the same command runs the rest.", err=True)
         raise typer.Exit(INTERRUPTED) from None
     result.provenance["seconds"] = time.monotonic() - start
     write_results(out, result, [known[name] for name in names if name in known])
@@ -107,7 +104,7 @@ def suite(
 
 
 def read_earlier_rows(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
-    """Return the folder's rows; raise typer.BadParameter if they belong to other code or another machine."""
+    """Return the rows in the folder (none: empty); typer.BadParameter if another code or machine measured them."""
     from ..common.result import read_result
 
     path = out / NAME
@@ -116,19 +113,18 @@ def read_earlier_rows(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]
     try:
         result = read_result(path)
         if result.case != CASE or not all(UNITS.keys() <= row.keys() for row in result.rows):
-            raise ValueError(f"{path} holds {result.case}")
+            raise ValueError(f"{path} holds results of {result.case}")
         current, stored = run_identity(provenance), run_identity(result.provenance)
-        if differ := [
-            f"{name} {stored[name]:.60}, not {current[name]:.60}" for name in current if current[name] != stored[name]
-        ]:
-            raise ValueError(f"{path} was measured with {'; '.join(differ)}")
+        if changed := [name for name in current if current[name] != stored[name]]:
+            differences = "; ".join(f"{name} {stored[name]:.60}, not {current[name]:.60}" for name in changed)
+            raise ValueError(f"{path} was measured with {differences}")
     except ValueError as refused:
-        raise typer.BadParameter(f"--out: {refused}; move the file, or name another folder") from None
+        raise typer.BadParameter(f"--out: {refused}. Move the file, or name another folder.") from None
     return result.rows
 
 
 def run_identity(provenance: Mapping[str, Any]) -> dict[str, str]:
-    """Return what two runs must share to be continued: code, versions and machine, but not clocks or dates."""
+    """Return, by name, what must be equal for a run to continue another: code, versions, CPU and GPU."""
     wanted = {"ringattn": ("sources",), "cpu": ("model", "cores"), "gpu": ("name", "driver")}
     names = {"versions": str(provenance.get("versions"))}
     for name, keys in wanted.items():
@@ -138,7 +134,7 @@ def run_identity(provenance: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_results(out: Path, result: Result, rows: Sequence[Row]) -> None:
-    """Write the results atomically."""
+    """Write ``rows`` and their failures to the folder's result file, which is replaced in one step."""
     from ..common.output import write_json
 
     result.rows, result.failed = list(rows), failure_lines(rows)
@@ -148,5 +144,5 @@ def write_results(out: Path, result: Result, rows: Sequence[Row]) -> None:
 
 
 def failure_lines(rows: Sequence[Row]) -> list[str]:
-    """Return a sentence per failed part."""
+    """Return name and message of every failed part."""
     return [f"{row['part']}: {row['found']}" for row in rows if row["state"] == "failed"]

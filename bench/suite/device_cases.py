@@ -46,7 +46,7 @@ CaseFunction = Callable[..., Iterator[MeasuredNumber]]
 def launch_case(
     device: torch.device, *, dtype: str = "bfloat16", seqlen: int = 512, head_dim: int = 64
 ) -> Iterator[MeasuredNumber]:
-    """Launch kernels with NamedTuple arguments, with and without bounds."""
+    """Launch the forward kernel with and without bounds; yield its first launch's time and its error."""
     for causal in (False, True):
         q, k, v, _, _ = draw_inputs(device, DTYPES[dtype], (seqlen, 4, 2, head_dim, head_dim))
         labels = {"mask": "causal" if causal else "full", "dtype": dtype, "head_dim": head_dim}
@@ -56,15 +56,14 @@ def launch_case(
             torch.cuda.synchronize(device)
         yield MeasuredNumber("first launch, compilation included", time.perf_counter() - begun, "s", labels)
         exact, _ = reference.attention(q, k, v, causal=causal)
-        yield MeasuredNumber(
-            "difference from float64", relative_distance([out], [exact]), "relative", labels, AGREEMENT_LIMITS[dtype]
-        )
+        distance = relative_distance([out], [exact])
+        yield MeasuredNumber("difference from float64", distance, "relative", labels, AGREEMENT_LIMITS[dtype])
 
 
 def ceilings_case(
     device: torch.device, *, side: int = 8192, dtype: str = "bfloat16", nbytes: int = 4 << 30
 ) -> Iterator[MeasuredNumber]:
-    """Time a large matrix product and a large copy in PyTorch, the references for percentages."""
+    """Time a large matrix product and a large copy in PyTorch, to which percentages refer."""
     nbytes = min(nbytes, memory.free_memory(device) // COPIED_SHARE)
     clock = StepTimer(device)
     with clock.capture_stream():
@@ -87,7 +86,7 @@ def fp8_case(
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
     shapes: tuple[TensorShape, ...] = ((2, 1000, 4, 128), (1, 200, 2, 40)),
 ) -> Iterator[MeasuredNumber]:
-    """Convert K/V to e4m3 and back; count bits that differ from the CPU's own code."""
+    """Convert K/V to e4m3 and back on the device; count elements whose bits differ from the CPU's code."""
     for dtype, shape in product(dtypes, shapes):
         labels = {"dtype": dtype, "shape": "x".join(map(str, shape))}
         for part, count in fp8_differences(fp8_inputs(shape, DTYPES[dtype]), device).items():
@@ -95,7 +94,7 @@ def fp8_case(
 
 
 def fp8_inputs(shape: TensorShape, dtype: torch.dtype) -> Tensor:
-    """Return numbers of many sizes, zeros, one NaN and one infinity, on the CPU, with strided heads."""
+    """Return CPU numbers of many magnitudes, with zeros, a NaN and an infinity; heads are strided."""
     batch, tokens, heads, dim = shape
     wide = torch.randn(batch, tokens, heads, 2 * dim)
     wide *= torch.exp2(torch.randint(*EXPONENTS, wide.shape))
@@ -121,7 +120,7 @@ def fp8_differences(x: Tensor, device: torch.device) -> dict[str, int]:
 
 
 def fp8_buffers(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return poisoned buffers for codes and scales of ``x``."""
+    """Return buffers for the fp8 codes and the scales of ``x``, filled with wrong values."""
     codes = torch.full(x.shape, 0x55, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     return codes, torch.full(scale_shape((x.shape[0], *x.shape[1:])), torch.nan, device=device)
 
@@ -142,7 +141,7 @@ def local_world_case(
     dtype: str = "bfloat16",
     repeats: int = 10,
 ) -> Iterator[MeasuredNumber]:
-    """Compare a causal zigzag ring of virtual ranks with one rank on one device: the overhead of hops."""
+    """Compare a causal zigzag ring of virtual ranks with one rank, to measure the overhead of hops."""
     seqlen = world * tokens
     inputs = [torch.randn(1, seqlen, heads, head_dim, device=device).to(DTYPES[dtype]) for _ in range(4)]
     labels = {"world": world, "tokens per rank": tokens, "dtype": dtype, "head_dim": head_dim}
@@ -158,37 +157,34 @@ def local_world_case(
                 step = partial(ranks.run, partial(rank_pass, shards, layout, backward=pass_name != "forward"))
                 steps[f"{pass_name}:{name}"] = step
             results.append([layout.unshard(parts) for parts in zip(*step(), strict=True)])
-        yield MeasuredNumber(
-            "difference from one rank", relative_distance(*results), "relative", labels, AGREEMENT_LIMITS[dtype]
-        )
+        distance = relative_distance(*results)
+        yield MeasuredNumber("difference from one rank", distance, "relative", labels, AGREEMENT_LIMITS[dtype])
         del results
         times = time_in_turns(steps, StepTimer(device), repeats=repeats)
     for pass_name, max_ratio in MAX_TIME_RATIOS.items():
         ring_time, alone_time = times[f"{pass_name}:ring"], times[f"{pass_name}:one rank"]
         for name, samples in (("ring", ring_time), ("one rank", alone_time)):
-            yield MeasuredNumber(
-                f"{pass_name} time", samples.median * 1e3, "ms", {**labels, "by": name}, spread=samples.spread
-            )
+            by = {**labels, "by": name}
+            yield MeasuredNumber(f"{pass_name} time", samples.median * 1e3, "ms", by, spread=samples.spread)
         limit = max_ratio if device.type == "cuda" else None
-        yield MeasuredNumber(
-            f"{pass_name}, ring over one rank", ring_time.median / alone_time.median, "times", labels, limit
-        )
+        ratio = ring_time.median / alone_time.median
+        yield MeasuredNumber(f"{pass_name}, ring over one rank", ratio, "times", labels, limit)
 
 
 def rank_pass(shards: list[list[Tensor]], layout: Layout, group: LocalGroup, *, backward: bool) -> Any:
-    """Return out, or out, dq, dk and dv, of one virtual rank."""
+    """Run one virtual rank's forward, or forward and backward; return out, or out, dq, dk and dv."""
     attend, (*inputs, dout) = partial(ring_attention, layout=layout, group=group, causal=True), shards[group.rank()]
     return forward_backward(attend, inputs, dout) if backward else attend(*inputs)
 
 
 def accuracy_entry(backend: str, dtype: str, head_dim: int, **more: Any) -> tuple[str, CaseFunction]:
-    """Return the case that checks every kernel of a backend against float64."""
+    """Return name and function of the case that compares a backend's kernels with float64."""
     run = partial(accuracy.accuracy_case, backend=backend, dtype=dtype, head_dim=head_dim, **more)
     return f"right {'' if backend == 'triton' else f'{backend} '}{dtype} D{head_dim}", run
 
 
 def rings_entry(transport: str, world: int) -> tuple[str, CaseFunction]:
-    """Return the case that runs every kind of call over a transport."""
+    """Return name and function of the case that runs every kind of call over a transport."""
     return f"{transport}-{world}", partial(call_cases.measure_calls, transport=transport, world=world)
 
 
@@ -196,7 +192,7 @@ SMALLEST_HOPPER: dict[str, Any] = {
     "backend": "hopper", "dtype": "bfloat16", "head_dim": 64, "seqlen": 512, "heads": (1, 1), "causal_worlds": (1,),
     "full_worlds": (),
 }  # fmt: skip
-"""Smallest problem that cycles once through every shared-memory ring of the Hopper kernels, with bounds."""
+"""Smallest problem in which the Hopper kernels use every shared-memory buffer twice, with bounds."""
 INTERPRETED = {"seqlen": 80, "heads": (2, 1)}
 WORLDS = (1, 3)  # one launch, or three shards with a first, a middle and a last hop
 CASES: dict[str, dict[str, CaseFunction]] = {
@@ -217,16 +213,13 @@ CASES: dict[str, dict[str, CaseFunction]] = {
             ),
             ("ceilings", ceilings_case),
             ("targets", speed.measure_targets),
-            *(
-                rings_entry(*place)
-                for place in (("local", 4), ("nccl", 1), ("nccl", 2), ("nccl", 4), ("nccl_one_sided", 2))
-            ),
+            rings_entry("local", 4),
+            *(rings_entry("nccl", world) for world in (1, 2, 4)),
+            rings_entry("nccl_one_sided", 2),
             ("compiled", gpu_cases.torch_compile_case),
             ("captured", gpu_cases.capture_case),
-            *(
-                (f"killed {name}", partial(gpu_cases.killed_rank_case, transport=name))
-                for name in ("nccl_one_sided", "nccl")
-            ),
+            ("killed nccl_one_sided", partial(gpu_cases.killed_rank_case, transport="nccl_one_sided")),
+            ("killed nccl", partial(gpu_cases.killed_rank_case, transport="nccl")),
             ("smallest hopper", partial(accuracy.accuracy_case, **SMALLEST_HOPPER)),
             ("fp8", fp8_case),
             ("LocalWorld", local_world_case),
@@ -245,11 +238,11 @@ CASES: dict[str, dict[str, CaseFunction]] = {
         ]
     ),
 }
-"""Cases by kind of device and by name. On the CPU, Triton's interpreter runs the kernels, and they are not timed."""
+"""Cases by kind of device and by name. On the CPU, Triton's interpreter runs the kernels untimed."""
 
 
 def main(name: str, run: CaseFunction, device: torch.device, file: str) -> int:
-    """Run a case and write its result after every number; return the exit code."""
+    """Run a case and print its result; write the numbers so far to ``file`` after each. Return the exit code."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device
     torch.manual_seed(0)  # every run draws the same inputs

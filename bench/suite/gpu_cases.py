@@ -33,7 +33,7 @@ STEPS_BEFORE_KILL = 3
 
 
 def hold_stream(seconds: float, transport: Transport | None = None) -> None:
-    """Keep the current stream busy."""
+    """Enqueue a kernel that keeps the current stream busy for about ``seconds``."""
     torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
 
 
@@ -52,7 +52,7 @@ def compute_is_waited_for_both_ways(transport: Transport, device: torch.device) 
 
 
 def a_graph_replays_transfers(transport: Transport, device: torch.device) -> None:
-    """Capture transfers in a CUDA graph and replay it on other data."""
+    """Check that a CUDA graph of transfers can be replayed on other data."""
     onward, back = ring_neighbours(transport)
     outgoing, arrived = constant_tensor(0, LARGE_BYTES, device), constant_tensor(-1, LARGE_BYTES, device)
     sends, receives = [Message(onward, outgoing)], [Message(back, arrived)]
@@ -77,7 +77,7 @@ def a_graph_replays_transfers(transport: Transport, device: torch.device) -> Non
 
 
 def memory_is_given_back_while_peers_know_it(transport: Transport, device: torch.device) -> None:
-    """Free memory that a peer has opened and allocate anew; check that peers read the new memory."""
+    """Check that peers receive the new data after memory that they had mapped was freed and allocated again."""
     onward, back = ring_neighbours(transport)
     for step in range(6):
         outgoing = constant_tensor(100 * step + transport.rank, (1 + step % 2) * SEGMENT // 4, device)
@@ -100,11 +100,11 @@ TRANSFER_CASES: dict[str, tuple[Callable[[Transport, torch.device], None], ...]]
     ),
     "nccl_one_sided": (compute_is_waited_for_both_ways, memory_is_given_back_while_peers_know_it),
 }  # fmt: skip
-"""GPU cases of each transport, in addition to those of :mod:`ringattn.comm.testing`."""
+"""GPU cases by transport, in addition to those of :mod:`ringattn.comm.testing`."""
 
 
 def capture_case(device: torch.device) -> Iterator[MeasuredNumber]:
-    """Capture an unrelated graph in global mode while the watchdog polls a ring."""
+    """Check that an unrelated CUDA graph can be captured in global mode while the watchdog polls a ring."""
     world, rows = 2, 64
     layout, posted, capture_ended = Layout.zigzag(rows, world), threading.Barrier(world, timeout=60), threading.Event()
     tensors = [torch.randn(1, rows, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
@@ -146,13 +146,12 @@ def capture_case(device: torch.device) -> Iterator[MeasuredNumber]:
     with LocalWorld(world, device=device) as ranks:
         out = layout.unshard(ranks.run(run_rank))
     exact, _ = reference.attention(*tensors, causal=True)
-    yield MeasuredNumber(
-        "difference from float64", relative_distance([out], [exact]), "relative", limit=AGREEMENT_LIMITS["bfloat16"]
-    )
+    limit = AGREEMENT_LIMITS["bfloat16"]
+    yield MeasuredNumber("difference from float64", relative_distance([out], [exact]), "relative", limit=limit)
 
 
 def torch_compile_case(device: torch.device) -> Iterator[MeasuredNumber]:
-    """Compare forward and gradients under torch.compile with eager, bit by bit."""
+    """Count elements of out and gradients whose bits differ between torch.compile and eager mode."""
     leaves = [torch.randn(1, 96, heads, 64, device=device).bfloat16().requires_grad_() for heads in (4, 2, 2)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -167,7 +166,7 @@ def torch_compile_case(device: torch.device) -> Iterator[MeasuredNumber]:
 
 
 def killed_rank_case(device: torch.device, *, transport: str, world: int = 2) -> Iterator[MeasuredNumber]:
-    """Kill a rank while its peers' streams wait for it; each peer must end with an error within the deadline."""
+    """Kill a rank while its peers' streams wait for it; each peer must exit with an error within the deadline."""
     ends: dict[int, float] = {}
     with start_processes(world, train_until_killed, transport, device.type) as (_, ranks):
         while len(ends) < world:
@@ -177,13 +176,12 @@ def killed_rank_case(device: torch.device, *, transport: str, world: int = 2) ->
     labels = {"by": transport, "exit codes": f"{codes}"}
     unexpected = sum(code not in (1, EXIT_CODE) for code in codes) + (victim != -signal.SIGKILL)
     yield MeasuredNumber("ranks with another exit code", unexpected, "ranks", labels, limit=0)
-    yield MeasuredNumber(
-        "time until the last rank ended", max(ends.values()) - ends[world - 1], "s", labels, limit=DEADLINE + GRACE
-    )
+    late = max(ends.values()) - ends[world - 1]
+    yield MeasuredNumber("time until the last rank ended", late, "s", labels, limit=DEADLINE + GRACE)
 
 
 def train_until_killed(transport: str, kind: str) -> None:
-    """Train as one rank; the last rank kills itself after some steps."""
+    """Run steps as one rank without end; the last rank kills itself after some steps."""
     place = launched_rank()
     assert place is not None
     device = place.shared_device(kind)

@@ -1,4 +1,4 @@
-"""Runs the suite's parts as processes, so that a part that fails, hangs or dies costs only its own time."""
+"""Runs the suite's parts as processes, so that a part that fails, hangs or dies does not stop the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ DONE, FAILED, NOT_HERE, OUT_OF_TIME = "done", "failed", "not here", "out of time
 def run_parts(
     parts: Sequence[SuitePart], *, out: Path, device: str, end_time: float, width: int
 ) -> Generator[Row, None, None]:
-    """Run groups of parts in order, with shares of the time until ``end_time``; yield a row as each part ends."""
+    """Run parts in order, some in parallel, and yield a row as each ends.
+
+    Every group of parallel parts gets a share of the time until ``end_time`` (of ``time.monotonic``). ``device`` is cpu
+    or cuda, and ``width`` the number of parts that may run at the same time.
+    """
     end_marked_processes(folder_mark(out))  # left by a suite that was killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     groups = group_parts(parts)
@@ -46,13 +50,13 @@ def group_parts(parts: Sequence[SuitePart]) -> list[list[SuitePart]]:
 
 
 def group_seconds(group: Sequence[SuitePart], width: int) -> float:
-    """Return the longest time of parallel parts, ``width`` at a time."""
+    """Return the longest time that a group of parallel parts takes, ``width`` at a time."""
     seconds = [part.seconds for part in group if part.missing_reason is None]
     return max(seconds, default=0.0) * math.ceil(len(seconds) / width)
 
 
 def missing_seconds(parts: Sequence[SuitePart], end_time: float) -> float:
-    """Return the seconds missing for the shortest part to start; 0 if one can start or none is to run."""
+    """Return by how many seconds the time left is too short to start any part; 0 if a part can start."""
     shortest = min((LEAST_SHARE * part.seconds for part in parts if part.missing_reason is None), default=0.0)
     return max(0.0, shortest - (end_time - time.monotonic())) if shortest else 0.0
 
@@ -71,7 +75,7 @@ def run_side_by_side(group: Sequence[SuitePart], out: Path, device: str, end_tim
 
 
 def run_part(part: SuitePart, out: Path, device: str, end_time: float) -> Row:
-    """Run one part; return its row."""
+    """Run one part until it ends or ``end_time``; return its row."""
     row = {"part": part.name, "about": part.about, "command": part.command_line, "seconds": 0.0}
     seconds_left = end_time - time.monotonic()
     if part.missing_reason:
@@ -88,8 +92,7 @@ def run_part(part: SuitePart, out: Path, device: str, end_time: float) -> Row:
     with log.open("wb") as file:
         process = subprocess.Popen(
             [fill_placeholders(word, places) for word in part.command], stdin=subprocess.DEVNULL, stdout=file,
-            stderr=file,
-            env=part_environment(device) | {MARK: mark}, start_new_session=True,
+            stderr=file, env=part_environment(device) | {MARK: mark}, start_new_session=True,
         )  # fmt: skip
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds_left)
@@ -120,7 +123,7 @@ def part_environment(device: str) -> dict[str, str]:
 
 
 def timeout_outcome(part: SuitePart, given_seconds: float, text: str) -> tuple[str, str]:
-    """Return state and message of a part that overran; with a short share it is out of time, not failed."""
+    """Return state and message of a part that overran: failed, or out of time if it had less than its time."""
     enough = given_seconds >= ENOUGH_SHARE * part.seconds and SECONDS not in part.command
     message = f"it was killed after {given_seconds:.0f} s: {last_line(text)}"
     return (FAILED if enough else OUT_OF_TIME), message.rstrip(": ")
@@ -137,7 +140,7 @@ def exit_outcome(code: int | None, text: str) -> tuple[str, str]:
 
 
 def result_outcome(path: Path, state: str, message: str) -> tuple[str, str]:
-    """Return state and message by the result file: failures in it, or its last note."""
+    """Return state and message of a part that wrote ``path``: the failures in it, or its last note."""
     try:
         result = read_result(path)
     except ValueError as error:  # a finished part has written one
@@ -152,12 +155,12 @@ def last_line(text: str) -> str:
 
 
 def folder_mark(out: Path) -> str:
-    """Return the start of the marks of all parts of a folder."""
+    """Return the text with which ``MARK`` starts in all processes of a folder's parts."""
     return f"{out.absolute()}|"
 
 
 def end_marked_processes(mark: str) -> None:
-    """End every process whose mark starts so: first SIGABRT, which dumps stacks, then SIGKILL."""
+    """End every process whose ``MARK`` starts with ``mark``: by SIGABRT, which dumps stacks, then SIGKILL."""
     for number in (signal.SIGABRT, signal.SIGKILL):
         until = time.monotonic() + GRACE_SECONDS
         while (pids := [*marked_processes(mark)]) and time.monotonic() < until:
@@ -168,7 +171,7 @@ def end_marked_processes(mark: str) -> None:
 
 
 def marked_processes(mark: str) -> Iterator[int]:
-    """Yield processes whose mark starts so, even in other sessions or without their parents."""
+    """Yield the ids of processes whose ``MARK`` starts with ``mark``, even if their parents have ended."""
     begins = f"{MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

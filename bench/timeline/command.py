@@ -38,16 +38,14 @@ def timeline_command(
     trace: flags.Trace = None,
     out: Annotated[
         Any,
-        typer.Option(
-            parser=parse_picture_path, metavar="FILE", help="Draw the timeline_command to a .svg, .png or .pdf file."
-        ),
+        typer.Option(parser=parse_picture_path, metavar="FILE", help="Draw the timeline to a .svg, .png or .pdf file."),
     ] = None,
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
     """Record one forward and backward of a ring: compute, waits, transfers and slots of every rank, on one clock.
 
-    Without a launcher it starts virtual ranks on the GPU, or processes if there is no GPU.
+    Without a launcher the ranks are virtual ranks on the GPU, or processes if there is no GPU.
     """
     from ..common.attention import AttentionConfig
     from . import record
@@ -56,7 +54,7 @@ def timeline_command(
     place, ranks = launched_rank(), flags.resolve_world(world, DEFAULT_WORLD)
     device, kv_heads = flags.parse_device_kind(device), flags.resolve_kv_heads(heads, kv_heads)
     if seqlen < ranks:
-        raise typer.BadParameter(f"--seqlen is {seqlen}: it must be at least one token for each of {ranks} ranks")
+        raise typer.BadParameter(f"--seqlen is {seqlen}: it must be at least {ranks}, a token for each rank")
     problem = AttentionConfig(
         seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value,
         flags.resolve_threads(threads, ranks), seed, device,
@@ -76,7 +74,7 @@ def timeline_command(
 
 
 def timeline_result(timeline: Timeline) -> Result:
-    """Return how much time each rank spent on each lane."""
+    """Return a row per rank with the time on each lane, and notes with title, clock error and share of compute."""
     from .events import LANES
 
     length = timeline.seconds

@@ -9,7 +9,7 @@ from ..common.theme import LIGHT, use_theme
 from .events import LANES, Event, Timeline, lane_order
 
 ROWS = {"compute": 1.0, "send": 0.42, "receive": 0.42}
-"""Rows of a rank and their heights. Waits share the row of compute, because a rank does one or the other."""
+"""Heights of a rank's rows. Waits are in the row of compute, because a rank either computes or waits."""
 SLOT_ROW = 0.5
 GAP = 0.5  # between ranks
 INCH_PER_UNIT = 0.18
@@ -20,14 +20,14 @@ MILLI = 1e3
 
 
 class LaneBox(NamedTuple):
-    """Position of a lane in the figure."""
+    """Vertical position of a rank's lane in a figure, from the top."""
 
     top: float
     height: float
 
 
 def lane_boxes(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], LaneBox], float]:
-    """Return the row of every (rank, lane) for all timelines, and the total height; slots only for few ranks."""
+    """Return the box of every (rank, lane), and the total height; slots have boxes only if there are few ranks."""
     world = max(timeline.world for timeline in timelines)
     lanes = {event.lane for timeline in timelines for event in timeline.events} - set(LANES)
     heights = ROWS | {lane: SLOT_ROW for lane in sorted(lanes, key=lane_order) if world <= MOST_SLOT_RANKS}
@@ -43,7 +43,7 @@ def lane_boxes(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], Lan
 
 
 def draw_timeline_figure(timelines: Sequence[Timeline]) -> Any:
-    """Draw timelines below each other on one time axis."""
+    """Draw timelines below each other on one time axis; return the matplotlib figure."""
     from matplotlib.figure import Figure
 
     rows, units = lane_boxes(timelines)

@@ -14,11 +14,11 @@ from ...kernels.json_files import convert_json
 
 SCHEMA = "ringattn timeline 2"
 LANES = ("compute", "wait", "send", "receive")
-"""Lanes of every rank, from the top. Below them come slots in use: "slot 0" and on for K/V, "dK/dV slot 0" and on."""
+"""Lanes of every rank. Below them are slots in use: "slot 0", "slot 1" … for K/V, and "dK/dV slot 0" …"""
 PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)
 MACHINE = {"threads", "seed", "device", "transport"}
-"""Fields of measured calls that describe the machine; predictions lack them."""
+"""Fields of a measured call that describe the machine; predicted calls do not have them."""
 IGNORED = MACHINE | {"nodes"}  # only predictions have `nodes`
 MICRO = 1e6
 MOST_RANKS = 1024  # per file; a figure of more is unreadable
@@ -58,7 +58,7 @@ class Timeline:
             raise ValueError(f"source is {self.source!r}: it must be one of {', '.join(SOURCES)}")
         unknown = [event.rank for event in self.events if not 0 <= event.rank < self.world]
         if unknown:
-            raise ValueError(f"an event has rank {unknown[0]}: it must be 0 to {self.world - 1}")
+            raise ValueError(f"an event has rank {unknown[0]}: it must be between 0 and {self.world - 1}")
 
     @property
     def seconds(self) -> float:
@@ -67,7 +67,7 @@ class Timeline:
 
 
 def is_same_call(one: Timeline, other: Timeline) -> bool:
-    """Return True if both timelines describe their call and the calls are equal, on whatever machine."""
+    """Return True if both timelines say which call they are of and the calls are equal; machines may differ."""
     call, other_call = one.about.get("call"), other.about.get("call")
     if not (isinstance(call, dict) and isinstance(other_call, dict) and call and other_call):
         return False
@@ -75,12 +75,12 @@ def is_same_call(one: Timeline, other: Timeline) -> bool:
 
 
 def lane_order(lane: str) -> tuple[int, str]:
-    """Return the sort key of a lane in drawing order."""
+    """Return the sort key of a lane: LANES first, then K/V slots, then dK/dV slots."""
     return (LANES.index(lane), "") if lane in LANES else (len(LANES) + lane.startswith("dK/dV"), lane)
 
 
 def as_chrome(timeline: Timeline) -> dict[str, Any]:
-    """Return the timeline as a Chrome trace in JSON."""
+    """Return the timeline as JSON data in the format of Chrome traces."""
     lanes = sorted({event.lane for event in timeline.events} | set(LANES), key=lane_order)
     names: list[dict[str, Any]] = []
     for rank in range(timeline.world):
@@ -113,7 +113,7 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
     about: Any = trace.get("otherData")
     schema = about.get("schema") if isinstance(about, Mapping) else None
     if schema != SCHEMA:
-        raise ValueError(f"schema is {schema!r:.60}: a timeline has otherData.schema = {SCHEMA!r}")
+        raise ValueError(f"otherData.schema is {schema!r:.60}: it must be {SCHEMA!r}")
     try:
         events = [record["args"] for record in trace["traceEvents"] if record["ph"] == "X"]
     except (KeyError, TypeError) as error:

@@ -31,14 +31,14 @@ PATIENCE = 60.0  # seconds to wait for an answer
 
 
 class ClockOffset(NamedTuple):
-    """Seconds to add to a rank's clock to get rank 0's, and their possible error."""
+    """Seconds to add to a rank's clock to get rank 0's, and the largest error of these seconds."""
 
     seconds: float
     error: float
 
 
 def clock_name() -> str:
-    """Return an identifier of the monotonic clock; processes with the same boot and time namespace share it."""
+    """Return an identifier of the monotonic clock, equal for processes with the same boot and time namespace."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/time")
     except OSError:
@@ -50,9 +50,10 @@ def measure_clock_offset(
 ) -> ClockOffset:
     """Return this rank's offset from rank 0's clock; every rank must call.
 
-    Ranks of one machine share its clock. Others ask rank 0 for the time as NTP does (D. Mills, RFC 5905, section 8):
-    ``offset = ((t1 - t0) + (t2 - t3)) / 2``. Here t0 and t1 are when the question was sent and received, t2 and t3 when
-    the answer was sent and received. The error is at most half the round trip. The fastest of several rounds counts.
+    Ranks on rank 0's machine share its clock. Other ranks ask rank 0 for the time as NTP does (D. Mills, RFC 5905,
+    section 8): ``offset = ((t1 - t0) + (t2 - t3)) / 2``. The question is sent at t0 and received at t1, the answer is
+    sent at t2 and received at t3. The error is at most half the round trip. The fastest of several rounds counts.
+    ``now`` returns the time of this rank's clock, and ``name`` the clock's identifier.
     """
     names = control.gather(name(), what="the clocks of the ranks")
     asking = [rank for rank in range(control.size) if names[rank] != names[0]]
@@ -93,14 +94,14 @@ def _wait_for_key(control: Control, key: str) -> Any:
         message = control.read_key(key)
         if message is not None:
             return message
-    raise TransportError(f"clock comparison: no rank published {key} within {PATIENCE:g} s")
+    raise TransportError(f"no rank published {key} within {PATIENCE:g} s, so the clocks cannot be compared")
 
 
 def gather_timeline(ring: Ring, trace: Trace, title: str, about: Mapping[str, Any]) -> Timeline | None:
-    """Gather all ranks' traces from their first event on; return the timeline on rank 0, None elsewhere.
+    """Gather all ranks' traces on one clock, from the first event on; return the timeline on rank 0, None elsewhere.
 
-    All ranks must call. ``about["clock_error"]`` is the largest error of a rank's clock in seconds: against rank 0's,
-    and of a GPU's clock against its host's.
+    All ranks must call. The timeline has ``about`` and ``clock_error``, the largest error of a rank's clock in seconds:
+    against rank 0's, and of a GPU's clock against its host's.
     """
     control = open_control(ring.group).new_scope("timeline")
     clock_offset = measure_clock_offset(control)
@@ -109,9 +110,8 @@ def gather_timeline(ring: Ring, trace: Trace, title: str, about: Mapping[str, An
     rank_traces: list[Any] = control.gather((clock_offset.seconds, error, own_spans), what="the traces of the ranks")
     if ring.rank:
         return None
-    shifted = [
-        (rank, seconds, TraceSpan(*span)) for rank, (seconds, _, spans) in enumerate(rank_traces) for span in spans
-    ]
+    offsets = [(rank, seconds, spans) for rank, (seconds, _, spans) in enumerate(rank_traces)]
+    shifted = [(rank, seconds, TraceSpan(*span)) for rank, seconds, spans in offsets for span in spans]
     start = min((span.begin + seconds for _, seconds, span in shifted), default=0.0)
     events = []
     for rank, seconds, span in shifted:
@@ -125,7 +125,7 @@ def gather_timeline(ring: Ring, trace: Trace, title: str, about: Mapping[str, An
 
 
 def run_timeline(place: LaunchedRank | None, problem: AttentionConfig, repeats: int) -> Timeline | None:
-    """Return the timeline on rank 0: of the launcher's ranks, of a GPU's virtual ranks, or of new CPU processes."""
+    """Record the timeline of a launcher's ranks, a GPU's virtual ranks or new CPU processes; return it on rank 0."""
     device = resolve_device(problem.device) if place is None else place.shared_device(problem.device)
     virtual_ranks = place is None and device.type == "cuda"
 
@@ -142,7 +142,7 @@ def run_timeline(place: LaunchedRank | None, problem: AttentionConfig, repeats: 
 def measure_timeline(
     place: LaunchedRank, device: torch.device, problem: AttentionConfig, repeats: int
 ) -> Timeline | None:
-    """Record the timeline on one rank of a process group."""
+    """Record the timeline as one rank of a process group; return it on rank 0."""
     torch.set_num_threads(problem.threads)
     return record_timeline(problem, None, device, repeats)
 
@@ -156,7 +156,7 @@ def virtual_timeline(problem: AttentionConfig, device: torch.device, repeats: in
 def record_timeline(
     problem: AttentionConfig, group: LocalGroup | None, device: torch.device, repeats: int
 ) -> Timeline | None:
-    """Return the run of median length of ``repeats``, after a warm-up; only on rank 0."""
+    """Record ``repeats`` runs after a warm-up; return the run of median length on rank 0, None elsewhere."""
     call = {name: getattr(problem, name) for name in CALL} | mask_data(problem.mask)
     title = f"{problem.title}, {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
     runs = []

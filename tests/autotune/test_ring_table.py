@@ -56,7 +56,7 @@ def test_candidate_settings() -> None:
         assert {"limits": Limits()} | eval(str(candidate), {"Ring": dict, "Limits": Limits}) == candidate.arguments
 
 
-def test_the_nearest_length_serves(folders: Folders) -> None:
+def test_the_setting_of_the_nearest_length_is_used(folders: Folders) -> None:
     newer = replace(CHUNKED, chunks=4)
     for entry in (ring_entry(), ring_entry(POINT._replace(length=32768), DEFAULT), ring_entry(setting=newer)):
         path = save_ring(folders[0], H200, entry)

@@ -124,7 +124,7 @@ def test_a_reading_keeps_only_throttling_reasons() -> None:
     assert samples(readings(1.0, 2.0, 3.0)).median == 2.0
 
 
-def test_shares_of_a_budget() -> None:
+def test_unused_budget_is_shared_among_the_rest() -> None:
     gpu = SimulatedGpu(steady)
     whole = Budget(100.0, gpu.clock)
     first = whole.share(4)

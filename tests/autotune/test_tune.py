@@ -225,7 +225,9 @@ def slow(tile: Tile) -> float:
     return 1e-3 * (tile.block_q + tile.block_k / 2 + tile.num_warps)
 
 
-def test_every_point_gets_an_even_share_of_what_is_left(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_point_gets_an_even_share_of_the_remaining_budget(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, shares = config_of(folders[0], lengths=(16, 64)), list[float]()
     compiled = compile_points(config, open_journal(config), InlinePool(compile_fine), ignore_progress)  # type: ignore[arg-type]
 

@@ -53,7 +53,7 @@ def test_time_of_a_step_is_that_of_the_slowest_rank() -> None:
     assert 5.02 <= samples.median < 10 and order == ["ready", "step"] * 3
 
 
-def test_samples() -> None:
+def test_median_spread_and_number_of_samples() -> None:
     samples = Samples((4.0, 1.0, 2.0, 3.0, 5.0))
     assert samples.median == 3.0 and samples.spread == pytest.approx(1 / 3)
     assert Samples((1.0,)).spread == 0.0
@@ -61,7 +61,7 @@ def test_samples() -> None:
     assert counts == [10, timing.MIN_SAMPLES, timing.MAX_SAMPLES]
 
 
-def test_what_the_clocks_of_a_gpu_enqueue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_timers_flush_and_enqueue_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     # The events and graph clocks keep the device busy while the host enqueues. All clocks flush the cache first.
     cuda = FakeCuda(monkeypatch)
     flushed: Any = SimpleNamespace(zero_=lambda: cuda.calls.append("flush"))

@@ -165,7 +165,7 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
     ("--seqlen", "0", "'0': it must be a whole number from 1"),
     ("--kv-heads", "3", "--kv-heads is 3"),
     ("--head-dim", "33", "--head-dim is 33: it must be even"),
-    ("--data", "2", "--data is 2: --batch, 1, must be a multiple of it"),
+    ("--data", "2", "--data is 2: it must divide --batch, 1"),
 ])  # fmt: skip
 def test_refusals(flag: str, value: str, message: str) -> None:
     code, output = invoke(flag, value)
@@ -176,11 +176,11 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert command.resolve_ranks(None, 1, None) == 2
     assert command.resolve_ranks(4, 2, None) == 4
-    with pytest.raises(ValueError, match="--world is 8: this machine has 4 GPUs"):
+    with pytest.raises(ValueError, match="--world is 8: it must be at most 4"):
         command.resolve_ranks(8, 1, None)
-    with pytest.raises(ValueError, match="--data is 3 and there are 4 ranks"):
+    with pytest.raises(ValueError, match="--world is 4: it must be a multiple of --data, 3"):
         command.resolve_ranks(4, 3, None)
-    with pytest.raises(ValueError, match="rank 5 has no GPU: 8 ranks and 4 GPUs"):
+    with pytest.raises(ValueError, match="rank 5 has no GPU: start at most 4 ranks"):
         command.resolve_ranks(None, 1, ranks.LaunchedRank(rank=5, world=8, local_rank=5, local_world=8))
 
 

@@ -20,7 +20,7 @@ from ringattn.kernels import dequantize, quantize
 CPU = torch.device("cpu")
 
 
-def test_distance() -> None:
+def test_relative_distance() -> None:
     a = torch.tensor([3.0, 4.0])
     assert relative_distance([a, a], [a, a * 2]) == pytest.approx(0.5)
     assert math.isnan(relative_distance([a * torch.nan], [a]))
@@ -33,7 +33,7 @@ def test_numbers_fail_above_their_limit(value: float | None, fails: bool) -> Non
         MeasuredNumber("rate", 9.0, "GB/s", {"D": 64}),
     )
     result = case_result("a", [limited, free], {})
-    assert result.failed == [f"x (by me) is {value}, at most 1 allowed"] * fails
+    assert result.failed == [f"x (by me) is {value}. At most 1 is allowed."] * fails
     assert result.notes == ["rate: 9 GB/s"] and list(result.units)[:5] == ["number", "value", "unit", "by", "D"]
     assert result.rows[1]["D"] == 64 and "D" not in result.rows[0]
     judged = [MeasuredNumber("bar", 1.0, "times", {"verdict": verdict}) for verdict in ("reached", "missed", "reached")]
@@ -59,7 +59,7 @@ def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.endswith("no such library\n")
 
 
-def test_first_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_errors_and_ceilings_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(device_cases.launch_case(CPU, dtype="float32", seqlen=40, head_dim=16))
     assert [number.name for number in rows if number.limit] == ["difference from float64"] * 2
     assert not any(number.fails for number in rows)
@@ -70,7 +70,7 @@ def test_first_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (product.unit, copy.labels["bytes"]) == ("TFLOP/s", 2000)  # a read and a write of a quarter of free memory
 
 
-def test_virtual_ranks_against_one() -> None:
+def test_virtual_ranks_are_compared_with_one_rank() -> None:
     run = device_cases.local_world_case(CPU, world=2, tokens=64, heads=2, head_dim=16, dtype="float32", repeats=2)
     first, *times = run
     assert first.name == "difference from one rank" and not first.fails

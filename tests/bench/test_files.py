@@ -142,7 +142,7 @@ def test_bad_target_is_named(writer: str, bad: str, tmp_path: Path) -> None:
     places = {name: target, "FOLDER": tmp_path / "run"}
     result = run(*(places.get(word, word) for word in WRITERS[writer]))
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
-    assert f"cannot write {target}: " in told(result) and "; name a" in told(result), told(result)
+    assert f"cannot write {target}: " in told(result) and ". Name a" in told(result), told(result)
     assert {path.name for path in tmp_path.iterdir()} == {"precious", "run", name}
 
 
@@ -193,4 +193,4 @@ def test_written_files_read_back(tmp_path: Path) -> None:
     number = MeasuredNumber("error", float("inf"), "", {}, limit=1.0, spread=float("nan"))
     write_json(target, case_result("a", [number], {}).as_json())
     result = read_result(target)
-    assert result.rows[0]["value"] is None and result.failed == ["error () is inf, at most 1 allowed"]
+    assert result.rows[0]["value"] is None and result.failed == ["error () is inf. At most 1 is allowed."]

@@ -18,7 +18,7 @@ from ringattn.ring.wire import resolve_grad_wire, resolve_wire
 
 
 @given(st.integers(0, 2**40))
-def test_size_reads_what_binary_prints(count: int) -> None:
+def test_printed_sizes_are_parsed_back(count: int) -> None:
     assert parse_size_text(size_text(count)) == count
 
 
@@ -27,11 +27,11 @@ def test_size_reads_what_binary_prints(count: int) -> None:
     [(0, "B", "0 B"), (67_108_864, "B", "67.1 MB"), (999_499, "", "999 k"), (999_500, "", "1.00 M"),
      (9_996, "", "10.0 k"), (99_960, "", "100 k"), (5e21, "", "5000 E")],
 )  # fmt: skip
-def test_human(count: float, unit: str, expected: str) -> None:
+def test_counts_are_printed_with_si_prefixes(count: float, unit: str, expected: str) -> None:
     assert human_count(count, unit) == expected
 
 
-def test_parsers() -> None:
+def test_flag_values_are_parsed() -> None:
     assert flags.sizes("8k, 2K ,5,1m,2g") == [8192, 2048, 5, 2**20, 2**31] and flags.counts("1,2") == [1, 2]
     assert flags.parse_window("4k,-1") == (4096, -1) and flags.head_dims("1,256") == [1, 256]
     assert flags.dtype_names("bf16, float32") == ["bfloat16", "float32"] and flags.wire_dtype("bf16") == "bfloat16"
@@ -46,17 +46,17 @@ def test_parsers() -> None:
     (flags.dtype_name, ("int8",), "'int8': it must be one of fp32, bf16, fp16, float16"),
     (flags.grad_wire_dtype, ("float8_e4m3fn",), "one of fp32, bf16, float32, bfloat16"),
     (flags.parse_pattern, ("spiral,block=3",), "'spiral' is not a pattern"),
-    (flags.parse_pattern, ("strided,block=3",), "takes strided,block=SIZE,stride=SIZE"),
+    (flags.parse_pattern, ("strided,block=3",), "Write strided,block=SIZE,stride=SIZE"),
     (flags.parse_pattern, ("strided,block=3,stride=4,seed=2",), "'strided,block=3,stride=4,seed=2'"),
-    (flags.resolve_kv_heads, (4, 3), "--kv-heads is 3 and --heads is 4"),
-    (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: it must be 1 to 8"),
-    (flags.check_chunks, ([0], 8), "--chunks is 0: it must be 1 to 8"),
+    (flags.resolve_kv_heads, (4, 3), "--heads is 4: it must be a multiple of --kv-heads, 3"),
+    (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: it must be between 1 and 8"),
+    (flags.check_chunks, ([0], 8), "--chunks is 0: it must be between 1 and 8"),
     (flags.check_transport_flag, ("magic", "cpu", 2), "--transport is 'magic': it takes auto, local"),
-    (flags.check_transport_flag, ("nccl", "cpu", 2), "--transport is nccl, for cuda, and the device is cpu"),
+    (flags.check_transport_flag, ("nccl", "cpu", 2), "--transport is nccl: it works on cuda, not on cpu"),
     (
         flags.check_transport_flag,
         ("local", "cpu", 2),
-        "--transport is local, which works within one process, and --world is 2",
+        "--transport is local: it works only within one process. Use auto for 2 ranks.",
     ),
     (flags.parse_device_kind, ("tpu",), "--device is 'tpu': it takes cpu or cuda"),
     (flags.resolve_timer, ("cpu", "events"), "--timer is 'events': on cpu it must be one of clock"),
@@ -69,7 +69,7 @@ def test_refusals(check: Callable[..., object], arguments: tuple[object, ...], m
     assert message in str(refused.value)
 
 
-def test_defaults() -> None:
+def test_default_key_heads_and_timers() -> None:
     assert flags.resolve_kv_heads(8, None) == 8 and flags.resolve_kv_heads(8, 2) == 2
     assert [flags.resolve_ring_timer(kind, "") for kind in ("cpu", "cuda")] == ["clock", "events"]
     flags.check_transport_flag("process_group", "cpu", 2)

@@ -52,7 +52,9 @@ def test_host_time_on_a_cpu_is_a_lower_bound(tmp_path: Path) -> None:
     ("cuda", "clock", 101.0, command.BY_CLOCK, []),
     ("cpu", "clock", 101.0, command.LOWER_BOUND, []),
 ])  # fmt: skip
-def test_verdict_on_the_host(device: str, timer: str, host: float, note: str, failed: list[str]) -> None:
+def test_host_time_is_judged_against_compute(
+    device: str, timer: str, host: float, note: str, failed: list[str]
+) -> None:
     # With the clock timer, host time is part of the compute time.
     rows = [{"phase": FORWARD, "host": host, "compute": 100.0}]
     assert command.host_verdict(rows, device, timer) == (note, failed)
@@ -62,7 +64,7 @@ def test_columns_are_per_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([8e-3, 6e-3] * len(PHASES))  # seconds per pass with and without launches
     monkeypatch.setattr(hop_posting, "posting_seconds", lambda step, device: next(seconds))
     monkeypatch.setattr(hop_posting, "count_python_calls", lambda step: 2 * HOPS)
-    columns = {"host": pytest.approx(8e3 / HOPS), "of it Triton": pytest.approx(2e3 / HOPS), "Python calls": 2}
+    columns = {"host": pytest.approx(8e3 / HOPS), "Triton's part": pytest.approx(2e3 / HOPS), "Python calls": 2}
     shard: Any = SimpleNamespace(run=print)
     assert hop_posting.host_rows(shard, StepTimer(CPU)) == [{"phase": phase} | columns for phase in PHASES]
 

@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script without srun
     ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
 ])  # fmt: skip
-def test_member_of_a_launcher(
+def test_rank_is_read_from_launcher_variables(
     variables: dict[str, str], expected: LaunchedRank | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -81,7 +81,7 @@ def test_address_of_rank_0(alone: None, monkeypatch: pytest.MonkeyPatch) -> None
     here, place = LaunchedRank(1, 4, 1, 4), LaunchedRank(2, 4, 0, 2)
     assert process_group._address(here) == "127.0.0.1"
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
-    with pytest.raises(ValueError, match="MASTER_ADDR is not set, but only 2 of 4 ranks"):
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set, and only 2 of 4 ranks"):
         process_group._address(place)
     for nodes, first in (
         ("gpu1,gpu2", "gpu1"),
@@ -268,14 +268,14 @@ LAUNCHED = {
     "bench links -b 1k -e 1k -n 1 -w 0": "best between processes: process_group",
     "bench overlap --tokens 128 --heads 2 --repeats 1": "together ms",
     "bench kernels --seqlen 128 --heads 1 --head-dim 32 --seconds 0.01": "matrix product in the same runs",
-    "bench host --tokens 1k": "of it Triton us",
+    "bench host --tokens 1k": "Triton's part us",
     "bench timeline --seqlen 512 --heads 1 --repeats 1": "clocks of the ranks",
     "bench suite --only ceilings --budget 300 --out {folder}/suite": "ceilings  done",
     "demo --seqlen 64 --steps 1 --layers 1": "AGREE",
     "doctor --seqlen 256 --bytes 1k": "no problems found",
     "tune --ring --heads 1 --head-dim 16 --seqlen 128,256 --budget 60 --save-dir {folder}": "256 tokens: best",
     "tune --heads 1 --head-dim 64 --seqlen 1k --tiles 1 --kernels dq --compile-only --save-dir {folder}": "written",
-    "show --seqlen 16 --world 2 --causal": "dK/dV: N of shard N",
+    "show --seqlen 16 --world 2 --causal": "dK/dV: N has those of shard N",
     "bench memory --tokens 2k --heads 4": "difference between worlds",
 }
 """Text that each command prints exactly once."""

@@ -70,7 +70,7 @@ class Spoiling(LocalTransport):
         return fence
 
 
-def test_rows_of_a_world_where_a_byte_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_byte_is_counted_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LinksConfig(("local",), sizes=(5, 1000), iters=2, warmup=0, checks=3)
     monkeypatch.setattr(Spoiling, "warm_up", lambda transport, edges: None)
 
@@ -223,7 +223,9 @@ def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes arrived wrong"),
     ([], "no transport can be opened"),
 ])  # fmt: skip
-def test_failures(rows: list[Row], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_and_missing_transports_fail(
+    rows: list[Row], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measure, "run_process_group", lambda *args, **more: Result("bench links", measure.UNITS, rows))
     assert measure.measure_everywhere(2, LinksConfig(("process_group",))).failed == [message]
 

@@ -85,21 +85,21 @@ def test_a_refusal_for_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) ->
         check_size_fits("--tokens", size, needed, CPU, unit="tokens per rank")
 
     ask(100_000)
-    message = r"^--tokens: 204,800 tokens per rank take 0.2 GB of memory, 0.1 GB are free: 97k fits$"
+    message = r"^--tokens: 204,800 tokens per rank take 0.2 GB of memory with 0.1 GB free. 97k fits.$"
     with pytest.raises(typer.BadParameter, match=message):
         ask(200 * 1024)
     ask(97 * 1024)
-    with pytest.raises(typer.BadParameter, match="not even 1k fits"):
+    with pytest.raises(typer.BadParameter, match="Not even 1k fits"):
         ask(2048, lambda size: MemoryNeeds(PROCESS_BYTES + size))
-    message = r"^2,048 tokens take 0.2 GB of GPU memory, 0.[12] GB are free: 1k fits$"
+    message = r"^2,048 tokens take 0.2 GB of GPU memory with 0.[12] GB free. 1k fits.$"
     assert re.search(
         message, str(memory_module.size_refusal(2048, lambda n: MemoryNeeds(0, n * 10**5), FREE, unit="tokens"))
     )
 
 
 @pytest.mark.parametrize(("launcher", "per_rank", "message"), [
-    ({}, True, "--size: 8,192 tokens on each of 4 ranks take 0.2 GB of memory, 0.0 GB are free: 1k fits"),
-    ({}, False, "--size: 32,768 tokens over 4 ranks take 0.2 GB of memory, 0.0 GB are free: 5k fits"),
+    ({}, True, "--size: 8,192 tokens on each of 4 ranks take 0.2 GB of memory with 0.0 GB free. 1k fits"),
+    ({}, False, "--size: 32,768 tokens over 4 ranks take 0.2 GB of memory with 0.0 GB free. 5k fits"),
     ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, True, "take 0.1 GB of memory"),
 ])  # fmt: skip
 def test_ranks_that_do_not_fit_this_machine_are_refused(
@@ -147,7 +147,7 @@ def test_ranks_that_a_gpu_holds(
     (RingForm(two_level=True), 498.6e6),
     (RingForm(wire_dtype="bfloat16", grad_wire_dtype="bfloat16"), 337.0e6),
 ])  # fmt: skip
-def test_every_form_of_a_ring_is_counted(form: RingForm, peak: float) -> None:
+def test_memory_counts_two_level_and_wire_dtype_rings(form: RingForm, peak: float) -> None:
     # The peaks come from `bench memory`, without gloo's buffers and rounding to pages.
     counted = memory_table.candidate_bytes(OURS, AttentionConfig(8 * 8192, 8), form)
     assert counted == pytest.approx(peak, rel=memory_bench.ALLOWED_SPREAD)
@@ -174,7 +174,7 @@ def test_a_gpu_adds_dq_of_the_whole_up_in_fp32() -> None:
     assert cuda - cpu == 4 * (2 * 8 * 1024 * 4 * 64)
 
 
-def test_every_ring_of_an_overlap_and_of_a_search_is_counted() -> None:
+def test_memory_counts_all_rings_of_overlap_and_tune() -> None:
     # Two processes took 1,183.6 MB in fp32, 775.8 MB in bf16, and 1,309.1 MB more with 12k more tokens.
     slots = [slots for _ in (1, 2) for slots in (1, 2, 3) for ahead in (0, 1) if ahead < slots]
     for dtype, peak in (("float32", 1183.6e6), ("bfloat16", 775.8e6)):
@@ -209,8 +209,9 @@ def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:
     tensor = 1024 * 4 * 64 * 4 / 1e6
     # Four inputs, out and three gradients; three slots of K/V and two of accumulators; the operator's results.
     # The smallest rank counts, because a rank may touch unrelated pages late (6 MB were seen once).
-    assert 18 * tensor < row["least rank"] < 24 * tensor and row["least rank"] <= row["peak"] and row["relative"] == 1
-    assert row["inputs and results"] == pytest.approx(8 * tensor) and 5 * tensor < row["after forward"] < row["peak"]
+    assert 18 * tensor < row["smallest peak"] < 24 * tensor
+    assert row["smallest peak"] <= row["peak"] and row["peak / first"] == 1
+    assert row["inputs and results"] == pytest.approx(8 * tensor) and 5 * tensor < row["forward peak"] < row["peak"]
 
 
 @pytest.mark.nightly
@@ -232,14 +233,14 @@ def test_memory_that_grows_fails(last: int, code: int, alone: None, monkeypatch:
     assert result.exit_code == code and f"+{last - 100}.00%" in result.output, result.output
     first, second, third = memory_bench.memory_rows([2, 4, 8], [*rows, rows[1]])
     assert first == {
-        "world": 2, "peak": 100, "least rank": 99, "after forward": 20, "inputs and results": 5, "relative": 1,
+        "world": 2, "peak": 100, "smallest peak": 99, "forward peak": 20, "inputs and results": 5, "peak / first": 1,
     }  # fmt: skip
-    assert second["relative"] == third["relative"] == last / 100  # relative to the first
+    assert second["peak / first"] == third["peak / first"] == last / 100  # relative to the first
 
 
 def test_worlds_within_a_launcher() -> None:
     assert memory_bench.resolve_worlds(None, None) == [2, 4, 8] and memory_bench.resolve_worlds(None, [3]) == [3]
     place = LaunchedRank(0, 6, 0, 6)
     assert memory_bench.resolve_worlds(place, None) == [2, 4, 6] and memory_bench.resolve_worlds(place, [3]) == [3]
-    with pytest.raises(typer.BadParameter, match="--world is 8: the launcher started 6 ranks"):
+    with pytest.raises(typer.BadParameter, match="--world is 8: it must be at most 6"):
         memory_bench.resolve_worlds(place, [2, 8])

@@ -63,7 +63,7 @@ def test_rate_of_the_slowed_link(monkeypatch: pytest.MonkeyPatch) -> None:
     (times(12), {"exposed": 2e3, "overlap": 75, "efficiency": 100 / 1.2, "bound": 13e3, "within bound": True}),
     (times(13.01), {"within bound": False}),
 ])  # fmt: skip
-def test_columns(measured: PhaseTimes, columns: dict[str, float]) -> None:
+def test_overlap_columns_are_computed_from_phase_times(measured: PhaseTimes, columns: dict[str, float]) -> None:
     row = measured.as_columns()
     assert {name: row[name] for name in columns} == pytest.approx(columns)
     assert {"phase", "slots", "prefetch", "chunks", *row} == set(measure.UNITS)

@@ -63,7 +63,7 @@ OWN = Layout([[(0, 8), (48, 16)], [(8, 16)], [(32, 16)], [(24, 8)]])
     ("zigzag", 1, Mask(causal=True, documents=Documents([0, 8, 40, 64]))),
     (OWN, 2, Mask(causal=True, window=(20, 0), blocks=BlockMask(torch.arange(256).view(16, 16) % 7 != 3, 4))),
 ])  # fmt: skip
-def test_programs_send_the_bytes_of_the_schedule(layout: Any, mask: Mask, nodes: int) -> None:
+def test_predicted_programs_send_the_bytes_of_the_schedule(layout: Any, mask: Mask, nodes: int) -> None:
     call = replace(SMALL, layout=layout, mask=mask, nodes=nodes)
     plans = schedule(call.token_layout, mask, topology=call.topology)
     per_token = 2 * call.kv_heads * call.head_dim
@@ -233,11 +233,11 @@ def test_ideal_is_one_device_with_all_the_work() -> None:
 
 def test_memory_does_not_grow_with_the_ring() -> None:
     assert PredictedCall(8192, 8).memory() == PredictedCall(8192, 4096).memory()
-    with pytest.raises(ValueError, match="the GPU has 1 GB: at most") as refused:
+    with pytest.raises(ValueError, match=r"the GPU has 1 GB\. At most") as refused:
         check_memory(PredictedCall(16384, 8), 1e9)
-    most = int(str(refused.value).partition("at most ")[2].split()[0].replace(",", ""))
+    most = int(str(refused.value).partition("At most ")[2].split()[0].replace(",", ""))
     check_memory(PredictedCall(most, 8), 1e9)
-    with pytest.raises(ValueError, match=f"at most {most:,} "):
+    with pytest.raises(ValueError, match=f"At most {most:,} "):
         check_memory(PredictedCall(most + 2, 8), 1e9)
 
 
@@ -331,7 +331,7 @@ def test_key_heads_are_repeated_if_ranks_outnumber_them() -> None:
 
 
 @pytest.mark.parametrize("perturbation", [Perturbation({3: 2.0}), Perturbation({3: 2.0}, 0.2)], ids=["slow", "both"])
-def test_every_way_has_the_same_perturbation(perturbation: Perturbation) -> None:
+def test_every_method_has_the_same_perturbation(perturbation: Perturbation) -> None:
     # Collectives take as long as the slowest rank, exchanges of heads as long as the slowest rank of their group.
     call = PredictedCall(8192, 8, kv_heads=8)
     with_it, without = (

@@ -46,35 +46,35 @@ def own(*arguments: str) -> dict[str, Any]:
 REFUSED = {
     "--tflops nan": "tflops is nan: it must be above 0",
     "--backward-tflops 300": "--backward-tflops is given without --tflops",
-    "--jitter nan": "jitter is nan: it must be 0 to 1, and 0.05 is 5%",
+    "--jitter nan": "jitter is nan: it must be between 0 and 1, where 0.05 is 5%",
     "--jitter 0.1 --gpus 256": "slow and jitter take rings of at most 128 GPUs: got 256",
-    "--slow 3": "'3': it must be RANK=FACTOR",
-    "--slow 9=2": "slow names rank 9: it must be 0 to 7",
-    "--slow 8=2": "slow names rank 8: it must be 0 to 7",
+    "--slow 3": "'3' is not RANK=FACTOR",
+    "--slow 9=2": "slow names rank 9: the rank must be between 0 and 7",
+    "--slow 8=2": "slow names rank 8: the rank must be between 0 and 7",
     "--gpu abacus": "it must be one of h100",
     "--link warp": "it takes one of nvlink4",
     "--link-between ib400": "link-between and nics need several nodes",
     "--nodes 2 --nics 99": "nics is 99: it must be at most 4",
-    "--gpus 2 --nodes 2 --link pcie5": "link connects GPUs of a node, but each node has one GPU",
-    "--gpus 8 --nodes 3": "nodes is 3: it must divide the number of GPUs, 8; possible are 1, 2, 4, 8",
+    "--gpus 2 --nodes 2 --link pcie5": "link is the link inside a node, but each node has one GPU",
+    "--gpus 8 --nodes 3": "nodes is 3: it must divide the 8 GPUs, so one of 1, 2, 4, 8",
     "--layout none.json": "--layout is none.json: No such file",
     "--layout none.json --seqlen 8k": "--seqlen and --layout are both given",
     f"--layout none.json {MAP}": "--layout and --sweep are both given",
     "--slots 1 --world 4": "slots is 1: a ring of 4 ranks needs at least 2",
-    "--chunks 9 --kv-heads 8": "chunks is 9: it must be 1 to kv_heads, 8",
-    "--dtype fp32": "dtype is float32: the GPU presets cover float16 and bfloat16; set --tflops or",
+    "--chunks 9 --kv-heads 8": "chunks is 9: it must be between 1 and kv_heads, 8",
+    "--dtype fp32": "dtype is float32: the GPU presets cover only float16 and bfloat16. Set --tflops or",
     "--tokens 4m": "GB for this attention alone",
     "--seqlen 1001": "seqlen is 1,001: it must be a multiple of the 8 ranks, such as 1,000",
-    "--world 16385": "world is 16,385: it must be at most 16,384 GPUs",
-    "--gpus 512 --tokens 64 --prefix-length 4k": "GPUs is 512: with this layout and mask at most 128",
+    "--world 16385": "world is 16,385: it must be at most 16,384",
+    "--gpus 512 --tokens 64 --prefix-length 4k": "GPUs is 512: with this layout and mask it must be at most 128",
     "--layout striped --block-mask strided,block=128,stride=1k": "every span must be a run of whole blocks of 128",
-    "--trace t.json --gpus 256": "at most 128 GPUs, not 256",
-    "--trace t.json --jitter 0.1": "trace draws one run and jitter needs several",
+    "--trace t.json --gpus 256": "trace takes at most 128 GPUs, because it draws every rank: got 256",
+    "--trace t.json --jitter 0.1": "trace draws one run, and jitter needs several",
     "--picture map.png": "--picture is given without --sweep",
-    "--sweep tokens=1k": "must have the form tokens=1k..128k,gpus=2..16k",
-    "--sweep tokens=1k..1k,gpus=2..32k": "gpus of sweep is 32,768: it must be at most 16,384 GPUs",
-    "--sweep tokens=1k..1k,gpus=2..16 --world 6": "a ring of 8 GPUs: it must be a multiple of the 6 GPUs of a node",
-    "--sweep tokens=3..9,gpus=2..4": "zigzag (even shards) or striped, full or causal: got 3 tokens",
+    "--sweep tokens=1k": "does not have the form tokens=1k..128k,gpus=2..16k",
+    "--sweep tokens=1k..1k,gpus=2..32k": "gpus of sweep is 32,768: it must be at most 16,384",
+    "--sweep tokens=1k..1k,gpus=2..16 --world 6": "sweep has 8 GPUs: it must be a multiple of the 6 GPUs of a node",
+    "--sweep tokens=3..9,gpus=2..4": "zigzag shards (zigzag: of even length): got zigzag, 3 tokens",
     f"{MAP} --trace t.json": "--sweep and --trace are both given",
     f"{MAP} --memory 0.001": "1,024 tokens per GPU need 0.2 GB for this attention alone, and the GPU has 0.001 GB",
     f"{MAP} --picture map.gif": "it must end in .png or .svg",
@@ -242,7 +242,7 @@ def test_sweep_draws_a_map(tmp_path: Path) -> None:
     assert [row.pop("GPUs") for row in rows] == ["2", "4", "8"]
     assert all([*row] == ["1k", "2k", "4k"] and 0 < float(row["1k"]) < 101 and row["4k"] == "" for row in rows)
     assert done.output.startswith("90% of ideal on 8 GPUs: at none of these lengths\n")
-    assert "empty cells at 2, 4, 8 GPUs: does not fit into 0.2 GB" in done.output
+    assert "empty cells at 2, 4, 8 GPUs: the call does not fit into 0.2 GB" in done.output
     assert "<svg" in target.read_text()
 
 
@@ -341,7 +341,7 @@ def changed(place: int, **values: Any) -> list[dict[str, Any]]:
     ([], GPU, "it has none"),
     (ROWS[9:10], GPU, "it has rows of float32"),
     (changed(0, rate=True), GPU, "rows[0]: rate is True"),
-    (changed(1, rate=1e12), GPU, "is too fast for this call"),
+    (changed(1, rate=1e12), GPU, "is too fast: this call would take less time"),
     (changed(0, heads="16"), GPU, "rows[0] is not a row of `bench kernels`"),
 ])  # fmt: skip
 def test_files_of_kernels_are_refused_by_name(
@@ -353,7 +353,7 @@ def test_files_of_kernels_are_refused_by_name(
 
 
 @pytest.mark.parametrize(("rows", "words"), [
-    ([], "has no transfers between two ranks"), ([transfer(8, 1e-200)], "rows[0]: time is 1e-200"),
+    ([], "has no transfers between ranks"), ([transfer(8, 1e-200)], "rows[0]: time is 1e-200"),
     ([transfer(8, 1e6), transfer(16, 5e5)], "so the rate is unknown"),
 ])  # fmt: skip
 def test_files_of_links_are_refused_by_name(rows: list[dict[str, Any]], words: str, tmp_path: Path) -> None:

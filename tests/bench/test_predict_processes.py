@@ -43,7 +43,7 @@ def after_one_more(program: Program) -> Program:
 @pytest.mark.nightly
 @pytest.mark.idle
 @pytest.mark.usefixtures("alone")
-def test_the_step_of_processes(tmp_path: Path) -> None:
+def test_predicted_step_matches_the_measured_one(tmp_path: Path) -> None:
     # Launch times come from the trace, so the test checks only who waits for what. The host itself computes. With
     # contiguous shards the ranks compute different hops, so one rank's launches decide when another's begin.
     measured = recorded(tmp_path, "contiguous")

@@ -58,9 +58,9 @@ def test_rank_0_alone_writes_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("flags", "message"), [
     ("run/results.json", "results.json is not a folder"),
-    ("empty", "empty holds no results: no file that a command wrote with --json"),
-    ("damaged", "holds no results: no file that a command wrote with --json; a.json: Expecting"),
-    ("run --out .", "cannot write .: it is a folder; name a file in it"),
+    ("empty", "empty has no file that a command wrote with --json"),
+    ("damaged", "has no file that a command wrote with --json; a.json: Expecting"),
+    ("run --out .", "cannot write .: it is a folder. Name a file in it."),
     ("run --out nowhere/page.html", "there is no folder nowhere"),
 ])  # fmt: skip
 def test_refusals(flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_an_unwritable_page_keeps_the_results(tmp_path: Path) -> None:
     assert command.write_report_or_reason(tmp_path) == str(tmp_path / "report.html")
     write(tmp_path, results={"schema": "other"})
     assert command.write_report_or_reason(tmp_path).startswith(
-        f"no report.html: ValueError: {tmp_path} holds no results"
+        f"no report.html: ValueError: {tmp_path} has no file that a command wrote"
     )
 
 

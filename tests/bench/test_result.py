@@ -72,7 +72,7 @@ def test_a_failure_ends_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(("change", "why"), [
     ({"schema": "other"}, "its schema is not"),
     ({"rows": 3}, "result.rows is 3: it must be of type list"),
-    ({"rows": [{"other": 1}]}, "fields that are not columns of units"),
+    ({"rows": [{"other": 1}]}, "fields that units lacks"),
     ({"rows": [{"edge": [1]}]}, "must be of type str | bool | float | None"),
     ({"notes": [3]}, "is 3: it must be of type str"),
     ({"units": {"edge": 3}}, "is 3: it must be of type str"),

@@ -74,12 +74,12 @@ def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
             assert row["of ideal"] == pytest.approx(100 * rows[ONE_DEVICE]["time"] / 2 / row["time"])
             assert row["throughput"] == pytest.approx(2 * tokens / (row["time"] / 1e3))
     assert measure.ONE_RUN_NOTE in result.notes
-    assert f"not available: {CONTEXT_PARALLEL}: it has no sharding strategy" in ran.stdout
+    assert f"not available: {CONTEXT_PARALLEL}: it needs a GPU, because it cannot shard" in ran.stdout
     assert [note.split()[2] for note in result.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
     assert result.notes[-1].startswith("best: ")
 
 
-def left_open(place: LaunchedRank, device: torch.device, config: RingConfig) -> Result:
+def measure_and_count_open_rings(place: LaunchedRank, device: torch.device, config: RingConfig) -> Result:
     """Measure, and note the number of groups and rings that are still open."""
     result = measure_rings(place, device, config)
     groups = dist.distributed_c10d._world.pg_map
@@ -91,7 +91,9 @@ def left_open(place: LaunchedRank, device: torch.device, config: RingConfig) -> 
 def test_meshes_are_closed_after_each_length() -> None:
     # The links are slow, and both ranks share one key head.
     problems = tuple(AttentionConfig(tokens, 2, heads=4, kv_heads=1, head_dim=16) for tokens in (64, 128))
-    result = run_process_group(2, left_open, RingConfig(problems, ("zigzag",), 1, (ULYSSES,), bytes_per_second=1e6))
+    result = run_process_group(
+        2, measure_and_count_open_rings, RingConfig(problems, ("zigzag",), 1, (ULYSSES,), bytes_per_second=1e6)
+    )
     assert result.notes == ["1 group, 0 rings"] and not result.failed
     rows = {row["tokens"]: row for row in result.rows if row["candidate"] == "Ulysses 2 x ring 1"}
     for tokens, row in rows.items():
@@ -147,7 +149,7 @@ def test_a_library_with_another_head_order_is_right(causal: bool) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (8, 4), (4, 4)])
-def test_repeated_heads(heads: int, kv_heads: int) -> None:
+def test_repeated_heads_keep_their_key_head(heads: int, kv_heads: int) -> None:
     order = candidates.repeated_head_order(heads, kv_heads).tolist()
     assert sorted(order) == list(range(heads))
     assert [head // (heads // kv_heads) for head in order] == [index % kv_heads for index in range(heads)]
@@ -206,7 +208,7 @@ def test_parts_of_a_slower_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         assert (row["exposed"], row["compute"]) == (exposed, 200.0)
 
 
-def test_last_notes() -> None:
+def test_crossover_and_fastest_ring_notes() -> None:
     all_rows = [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4), *rows(1024, 4, heads=0.6)]
     assert crossover_notes(all_rows) == [
         "time of all-gather / time of our ring, 2 ranks: 0.50 at 1k, 2.50 at 4k",
@@ -274,15 +276,16 @@ def test_candidates_are_chosen_by_name() -> None:
 @pytest.mark.usefixtures("rank_zero")
 @pytest.mark.parametrize(("make", "ring_setting", "message"), [
     (candidates.ulysses, setting(AttentionConfig(64, 3, heads=8, kv_heads=8)), "heads is 8: .* of the 3 ranks"),
-    (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "one rank per GPU"),
+    (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "Ulysses needs a GPU per rank"),
     (partial(candidates.ulysses_mesh, 2), setting(AttentionConfig(64, 4, heads=3, kv_heads=3)), "may have 1, 3"),
-    (candidates.all_gather, setting(AttentionConfig(65, 2)), "65 tokens"),
-    (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "66 tokens"),
-    (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "CPU's operator"),
-    (candidates.sdpa_all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "no more threads than one rank has"),
+    (candidates.all_gather, setting(AttentionConfig(65, 2)), "multiples of 2: got 65"),
+    (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "multiples of 4: got 66"),
+    (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "uses a CPU operator"),
+    (candidates.sdpa_all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "threads than one rank, 1000000"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2)), "needs a GPU"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2, kv_heads=2), "cuda"), "as many key/value heads"),
-    (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "needs a GPU"),
+    (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "kernels need a GPU"),
+    (partial(candidates.our_ring, "zigzag", backend="flash"), setting(AttentionConfig(64, 2)), "'flash' .* q on cpu"),
     (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16"), "cuda"), "is not installed"),
 ])  # fmt: skip
 def test_refused_candidates(make: Any, ring_setting: CandidateSetting, message: str) -> None:

@@ -47,7 +47,7 @@ TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"comman
 """Rank 0 computes for 3 of 4 ms and waits for 1 ms; rank 1 computes for all 4 ms."""
 
 
-def test_a_trace_reads_back_as_it_was() -> None:
+def test_a_written_trace_reads_back_unchanged() -> None:
     # A trace has a process per rank and a thread per lane, in microseconds.
     trace = json.loads(json.dumps(as_chrome(TWO_RANKS)))
     assert from_chrome(trace) == TWO_RANKS and TWO_RANKS.seconds == pytest.approx(4e-3)
@@ -58,9 +58,9 @@ def test_a_trace_reads_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"schema": "ringattn timeline 9"}, "schema is 'ringattn timeline 9': a timeline has"),
+    ({"schema": "ringattn timeline 9"}, "otherData.schema is 'ringattn timeline 9': it must be 'ringattn timeline 2'"),
     ({"source": "guessed"}, "source is 'guessed': it must be one of measured, predicted"),
-    ({"world": 1}, "an event has rank 1: it must be 0 to 0"),
+    ({"world": 1}, "an event has rank 1: it must be between 0 and 0"),
     ({"world": "2"}, "world is '2'"),
     ({"world": 1025}, "timeline.world is 1025: it must be at most 1024"),
 ])  # fmt: skip

@@ -175,7 +175,7 @@ def test_wrong_uses_of_a_local_world_are_refused() -> None:
     refused(lambda: left.run(exchange), "this LocalWorld is closed")
 
 
-def test_a_line_of_a_failed_world_is_failed() -> None:
+def test_a_mesh_created_after_a_failure_has_failed_too() -> None:
     """Fail a mesh that is created after another rank has raised, because nobody else will join it."""
     hub = Hub(4, 60.0)
     before = hub.sub_hub("ring", (0, 2))

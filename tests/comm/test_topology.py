@@ -32,7 +32,7 @@ def rates(ring: Topology, level: int = 0) -> list[float | None]:
     ]
 
 
-def test_describe() -> None:
+def test_topology_is_described_in_text() -> None:
     text = ring_topology(hgx("a")[:2] + hgx("b")[:2]).describe()
     assert (
         text
@@ -99,7 +99,7 @@ def clusters(draw: st.DrawFn) -> list[DeviceInfo]:
 
 @settings(max_examples=60)
 @given(clusters(), st.data())
-def test_properties_of_every_order(devices: list[DeviceInfo], data: st.DataObject) -> None:
+def test_every_rank_order_keeps_nodes_and_json(devices: list[DeviceInfo], data: st.DataObject) -> None:
     ring = ring_topology(devices)
     assert sorted(ring.order) == [*range(len(devices))]
     for node in ring.nodes:  # each node holds the ranks of one host

@@ -431,7 +431,7 @@ def test_fields_of_megatron_that_must_be_off(field: str) -> None:
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("size", [2, 8])
 def test_a_group_whose_size_contradicts_megatron_s_config_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"of the config is 4: the cp group of pg_collection has {size} ranks"):
+    with pytest.raises(ValueError, match=f"of the config is 4, but the cp group of pg_collection has {size} ranks"):
         megatron(context_parallel_size=4, cp=group_of(0, size))
 
 

@@ -128,7 +128,7 @@ def in_process(rank: int) -> list[Tensor]:
 
 
 @pytest.mark.nightly
-def test_the_default_group() -> None:
+def test_attention_over_the_default_group() -> None:
     name, family = "zigzag_ring_flash_attn_varlen_qkvpacked_func", "zigzag_ring_varlen"
     check(name, family, 2, group_results(2, in_process), causal=True)
 
@@ -191,14 +191,14 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ours.ring_flash_attn_qkvpacked_func(Q), r"qkv is \[8, 2, 16\]: it must be \[..., 3, heads"),
+        (lambda: ours.ring_flash_attn_qkvpacked_func(Q), r"qkv has shape \[8, 2, 16\]: it must be \[..., 3, heads"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 9]), 6), "ends at 9 and q has 8 tokens"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 7]), 4), "ends at 7 and q has 8 tokens"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 9, 8]), 9), "it must not descend"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 8]), None), "max_seqlen is None"),
         (lambda: ours.ring_flash_attn_qkvpacked_func([Q, Q, Q]), "qkv is a list: it must be a torch.Tensor"),
-        (lambda: ours.llama3_flash_attn_varlen_func(*changed(0, PREPARED[0].clone())), "cu_seqlens_q is unknown"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(0, PREPARED[0].clone())), "cu_seqlens_q is not prepared"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(1, PREPARED[0])), "cu_seqlens_k is"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(2, 4), causal=True), "max_seqlen_q is 4"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 3), causal=True), "heads_k_stride is 3"),

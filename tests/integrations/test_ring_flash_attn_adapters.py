@@ -84,7 +84,7 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
     [
         (lambda group: ours.substitute_hf_flash_attn(group, 0), "heads_k_stride is 0"),
         (lambda group: ours.substitute_hf_flash_attn(group, "1"), "heads_k_stride is '1'"),  # type: ignore[arg-type]
-        (lambda group: update(group), "call substitute_hf_flash_attn"),
+        (lambda group: update(group), "Call substitute_hf_flash_attn"),
         (lambda group: (one(group), update(None)), "process_group is unknown"),
         (lambda group: (one(group), update(group, 0, 4, 2)), "must not descend"),
         (lambda group: (one(group, "sdpa"), update(group)), "no attention has used ringattn since"),
@@ -92,10 +92,13 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
             lambda group: one(group, position_ids=torch.arange(22 - group.rank())[None]),
             "position_ids from token 19 are",
         ),
-        (lambda group: one(group, input_ids=token_ids()[:, :5], position_ids=torch.arange(5)[None]), "tokens, got 5"),
+        (
+            lambda group: one(group, input_ids=token_ids()[:, :5], position_ids=torch.arange(5)[None]),
+            "the model got 5 tokens",
+        ),
         (
             lambda group: (ours.substitute_hf_flash_attn(group, 1), build_model("llama")(token_ids())),
-            "2 ranks and no layout",
+            "layout is None with 2 ranks",
         ),
     ],
 )

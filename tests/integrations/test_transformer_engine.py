@@ -183,7 +183,7 @@ def test_padding_masks_are_copied_to_the_device_once(qkv_format: str) -> None:
     edges = torch.tensor([0, 9])
     padded = torch.tensor([0, 12]) if qkv_format == "thd" else None
     call: dict[str, Any] = {"qkv_format": qkv_format, "boundaries": Boundaries(edges, None, padded, None)}
-    cached = formats._cached_padding if qkv_format == "thd" else formats._cached_tail_padding
+    cached = formats._cached_packed_padding if qkv_format == "thd" else formats._cached_tail_padding
     cached.cache_clear()
     with torch.inference_mode():
         attend_format(q, k, v, group=None, attn_mask_type="padding", **call)
@@ -223,7 +223,7 @@ def test_windows_that_contradict_the_mask_are_corrected_with_a_warning(
     right = DotProductAttention(HEADS, DIM, GROUPS, window_size=taken, **options)(q, k, v)
     module = DotProductAttention(HEADS, DIM, GROUPS, window_size=given, **options)
     for call in ({}, {"window_size": given}):
-        with pytest.warns(UserWarning, match=rf"window_size is \({given[0]}, {given[1]}\)"):
+        with pytest.warns(UserWarning, match=rf"window_size \({given[0]}, {given[1]}\)"):
             assert module(q, k, v, **call).equal(right)
 
 
@@ -271,7 +271,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"num_gqa_groups": 3}, {}, "num_gqa_groups"),
     ({"qkv_format": "bhsd"}, {}, "qkv_format"),
     ({"attention_dropout": 0.1, "tp_size": 2, "num_attention_heads": 8, "num_gqa_groups": 4}, {}, "tp_group"),
-    ({"kv_channels": 8}, {}, "head dims"),
+    ({"kv_channels": 8}, {}, r"\(heads, head dim\)"),
     ({"num_attention_heads": 0, "num_gqa_groups": None}, {}, "num_attention_heads is 0"),
     ({"tp_size": 0}, {}, "tp_size is 0"),
     ({"tp_size": 4}, {}, "num_gqa_groups is 2"),
@@ -279,9 +279,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"cp_group": "cp"}, {}, "cp_group is a str"),
     ({"window_size": 4}, {}, "window_size is 4"),
     ({}, {"attn_mask_type": "arbitrary"}, "attn_mask_type"),
-    ({}, {"attn_mask_type": "padding_causal"}, "without cu_seqlens_q"),
+    ({}, {"attn_mask_type": "padding_causal"}, "cu_seqlens_q is None"),
     ({}, {"cu_seqlens_q": torch.tensor([0, 8])}, "cu_seqlens_q"),
-    ({}, {"cu_seqlens_q": torch.tensor([0]), "attn_mask_type": "padding"}, "cu_seqlens_q has 0 lengths"),
+    ({}, {"cu_seqlens_q": torch.tensor([0]), "attn_mask_type": "padding"}, "cu_seqlens_q has 0 documents"),
     ({}, {"window_size": (-1, 2)}, "window_size"),
     ({}, {"window_size": (4,)}, "window_size is"),
     ({}, {"window_size": ("4", 0)}, "window_size is"),
@@ -312,7 +312,7 @@ def test_cp_global_ranks_that_contradict_the_group_are_refused(monkeypatch: pyte
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 2])
     group = dist.ProcessGroup(0, 2)  # type: ignore[call-arg]
     DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=[0, 2])
-    with pytest.raises(ValueError, match=r"cp_global_ranks is \[0, 1\]: cp_group has \[0, 2\]"):
+    with pytest.raises(ValueError, match=r"cp_global_ranks is \[0, 1\]: it must be \[0, 2\]"):
         DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=[0, 1])
 
 
@@ -325,13 +325,17 @@ ENDS = torch.tensor([0, 8])
         (Boundaries(), 8, "cu_seqlens_q is None"),
         (Boundaries(torch.tensor([0, 6, 16])), 8, "document 0 has 6 tokens"),
         (Boundaries(torch.tensor([0, 6, 16]), q_padded=torch.tensor([0, 16])), 8, "cu_seqlens_q_padded has 2"),
-        (Boundaries(torch.tensor([0, 6]), q_padded=torch.tensor([0, 4])), 2, "document 0 has 6 tokens, 4"),
+        (
+            Boundaries(torch.tensor([0, 6]), q_padded=torch.tensor([0, 4])),
+            2,
+            "document 0 has 6 tokens in cu_seqlens_q and 4",
+        ),
         (Boundaries(torch.tensor([0, 16]), torch.tensor([0, 8])), 8, "cu_seqlens_kv"),
         (Boundaries(torch.tensor([0, 6]), None, ENDS, 2 * ENDS), 4, "cu_seqlens_kv differs"),
         (Boundaries(torch.tensor([0, 16])), 7, "query has 7 tokens"),
         (Boundaries(torch.tensor([0.0, 16.0])), 8, "cu_seqlens_q is torch.float32"),
         (Boundaries(torch.tensor([False, True])), 8, "cu_seqlens_q is torch.bool"),
-        (Boundaries(torch.arange(0)), 8, r"cu_seqlens_q is torch.int64 \[0\]"),
+        (Boundaries(torch.arange(0)), 8, r"cu_seqlens_q is torch.int64 of shape \[0\]"),
         (Boundaries([0, 16]), 8, "cu_seqlens_q is a list"),  # type: ignore[arg-type]
         (Boundaries(ENDS, ENDS, q_padded=2 * ENDS), 8, "cu_seqlens_kv_padded is None and cu_seqlens_q_padded"),
     ],

@@ -127,7 +127,7 @@ def test_ulysses_without_a_ring(options: dict[str, Any], kv_heads: int, ud: int)
 @pytest.mark.parametrize(
     ("kind", "rd", "ud"), rest_nightly([("basic", 1, 2), ("basic", 2, 2), ("zigzag", 2, 1)], ("basic", 2, 2))
 )
-def test_in_a_graph(kind: str, rd: int, ud: int) -> None:
+def test_attention_in_a_compiled_graph(kind: str, rd: int, ud: int) -> None:
     """Compile the layouts that have a name. Zigzag and strip with several Ulysses ranks are built from tensors."""
 
     def make(mesh: Any) -> Any:
@@ -202,7 +202,9 @@ def in_process(rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("low", "right"), [(True, [[0, 1], [2, 3], [4, 5]]), (False, [[0, 3], [1, 4], [2, 5]])])
-def test_the_mesh_has_ring_or_ulysses_low(low: bool, right: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_ulysses_low_decides_the_inner_dimension_of_the_mesh(
+    low: bool, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Expect ring places as rows and Ulysses places as columns. Ranks 6 to 11 share another sequence."""
     mesh = Mock(return_value={("ring", "ulysses"): None})
     monkeypatch.setattr(ours, "DeviceMesh", mesh)
@@ -214,7 +216,7 @@ def test_the_mesh_has_ring_or_ulysses_low(low: bool, right: list[list[int]], mon
 
 
 @pytest.mark.nightly
-def test_processes() -> None:
+def test_attention_over_processes() -> None:
     for ranks in zip(*group_results(4, in_process), strict=True):
         parts = [part for _, part in sorted(ranks, key=lambda one: one[0])]
         check("zigzag", cut(2), 2, 2, parts, causal=True)
@@ -238,7 +240,7 @@ def test_basic_extraction_without_degrees_and_strided_tensors() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda mesh: ours.LongContextAttention(), "call set_seq_parallel_pg first"),
+        (lambda mesh: ours.LongContextAttention(), "Call set_seq_parallel_pg first"),
         (lambda mesh: ours.LongContextAttention(3, 1, group=mesh), r"are \(3, 1\)"),
         (lambda mesh: ours.LongContextAttention(use_sync=True, group=mesh), "use_sync is True"),
         (lambda mesh: ours.LongContextAttention(attn_type="sage_fp8", group=mesh), "attn_type is sage_fp8"),
@@ -248,14 +250,14 @@ def test_basic_extraction_without_degrees_and_strided_tensors() -> None:
             lambda mesh: ours.RING_IMPL_QKVPACKED_DICT["basic"](torch.randn(1, 8, 3, 2, 16), attn_type="sage_fp8"),
             "attn_type is sage_fp8",
         ),
-        (lambda mesh: ours.LongContextAttentionQKVPacked(group=mesh)(torch.randn(1, 8, 2, 16)), "qkv is"),
-        (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8), 0, 2, 2, 1, group=mesh), "this is rank 0"),
+        (lambda mesh: ours.LongContextAttentionQKVPacked(group=mesh)(torch.randn(1, 8, 2, 16)), "qkv has shape"),
+        (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8), 0, 2, 2, 1, group=mesh), "the mesh: rank 0"),
         (lambda mesh: ours.UlyssesAttention(mesh, use_sync=True), "use_sync is True"),
         (lambda mesh: ours.UlyssesAttention(mesh, 1, 2), r"are \(1, 2\)"),
-        (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(8), 0, 1, group=mesh), r"value is \[8\]: it must be"),
-        (lambda mesh: ours.usp_layout("basic", 8, 0, 1), "rd is 0, ud is 1"),
+        (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(8), 0, 1, group=mesh), r"value has shape \[8\]"),
+        (lambda mesh: ours.usp_layout("basic", 8, 0, 1), "rd is 0 and ud is 1"),
         (lambda mesh: ours.set_seq_parallel_pg(2, None, 0, 1), r"are \(2, None\)"),  # type: ignore[arg-type]
-        (lambda mesh: ours.set_seq_parallel_pg(2, 2, 0, 1), "their product must divide world_size, 1"),
+        (lambda mesh: ours.set_seq_parallel_pg(2, 2, 0, 1), "product must divide world_size, 1"),
         (lambda mesh: ours.set_seq_parallel_pg(1, 1, 0, 2), "process group has not been initialized"),
     ],
 )  # fmt: skip
@@ -268,7 +270,7 @@ def test_a_rank_that_contradicts_the_mesh_is_refused() -> None:
     def take(group: Any) -> Tensor:
         return ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8, 2), 1 - group.rank(), 2, group=group.mesh(2, 1))
 
-    with pytest.raises(ValueError, match=r"rank is \d, world_size is 2, .*: this is rank"):
+    with pytest.raises(ValueError, match=r"rank is \d, world_size is 2, .*of the mesh: rank"):
         run_ranks(2, take)
 
 

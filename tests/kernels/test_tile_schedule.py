@@ -159,7 +159,7 @@ CASES = [
 
 @pytest.mark.usefixtures("small_l2")
 @pytest.mark.parametrize(("choice", "kind", "dtype", "lengths"), CASES)
-def test_every_order_is_exact(choice: str, kind: str, dtype: torch.dtype, lengths: tuple[int, int]) -> None:
+def test_every_tile_schedule_is_exact(choice: str, kind: str, dtype: torch.dtype, lengths: tuple[int, int]) -> None:
     """Three query heads per key head do not divide a tile; head dims are padded or in two parts."""
     x = inputs(Sizes(*lengths, head_dim=24, head_dim_v=96, heads=3, batch=2), dtype)
     check(x, interval(kind, *lengths), config=choose(tiles(16, 32), **CHOICES[choice]), few_keys=1 in lengths)
@@ -170,7 +170,7 @@ def test_every_order_is_exact(choice: str, kind: str, dtype: torch.dtype, length
     [("used", CHOICES["all"], 3), ("block_sparse", CHOICES["all"], 3), ("alibi and dropout", CHOICES["all"], 3),
      ("used", {"dkdv_splits": 2}, 4)],
 )  # fmt: skip
-def test_other_features_with_every_order(features: str, chosen: dict[str, Any], heads: int) -> None:
+def test_every_tile_schedule_supports_other_features(features: str, chosen: dict[str, Any], heads: int) -> None:
     """Each query head keeps its slope and its dropped weights."""
     x = inputs(Sizes(20, 40, heads=heads, batch=1 + (features == "used")))
     bounds, scores = interval("causal", 20, 40), Scores()
@@ -188,7 +188,7 @@ def test_other_features_with_every_order(features: str, chosen: dict[str, Any], 
 
 @pytest.mark.usefixtures("small_l2")
 @pytest.mark.parametrize("choice", ["persistent", "all"])
-def test_orders_continue_a_state(choice: str) -> None:
+def test_every_tile_schedule_continues_a_state(choice: str) -> None:
     x, results = inputs(Sizes(20, 20, heads=3)), []
     start = torch.randn_like(x.q), torch.randn_like(x.dlse)
     for config in (tiles(16, 16), choose(tiles(16, 16), **CHOICES[choice])):

@@ -215,7 +215,9 @@ def test_a_stream_waits_for_a_written_value(recorder: Recorder, written: int, or
         x.fill_(2)
     graph = graph_of(recorder)
     problems = graph.problems()
-    assert graph.unnoticed() == problems == [] if ordered else "waits for a value that nobody writes" in problems[0]
+    assert (
+        graph.redundant_waits() == problems == [] if ordered else "waits for a value that nobody writes" in problems[0]
+    )
 
 
 def test_values_that_wait_for_each_other_deadlock(recorder: Recorder) -> None:
@@ -311,7 +313,7 @@ def test_replay_sees_a_missing_wait(recorder: Recorder, freed: bool) -> None:
     transfer.wait_stream(compute())
     with torch.cuda.stream(transfer):
         y = x + 1
-    result = recorder.held(y)
+    result = recorder.replay_argument(y)
     if freed:
         del x
     graph = graph_of(recorder)

@@ -154,7 +154,7 @@ def test_without_a_wait_some_order_gives_another_result(name: str, backward: boo
         if race is None or (backward and HIDDEN in wait.name) or outcomes[wait.name] >= 5:
             continue
         order = without(recording.graph, wait.edges, [(race.first.number, race.second.number)])
-        assert recording.wrong(0, order), recording.graph.told(race)
+        assert recording.wrong(0, order), recording.graph.describe_race(race)
         outcomes[wait.name] += 1
     assert sum(outcomes.values()) >= 10
 

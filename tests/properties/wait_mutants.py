@@ -136,7 +136,7 @@ Counts = tuple[Counter[str], Counter[str]]  # waits by name: all of them, and th
 
 def counted(recording: Recording) -> Counts:
     """Return the waits of one case: all of them, and the implied ones."""
-    implied = Counter(wait.name for wait in recording.graph.unnoticed())
+    implied = Counter(wait.name for wait in recording.graph.redundant_waits())
     return Counter(wait.name for wait in recording.graph.waits), implied
 
 

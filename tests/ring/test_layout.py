@@ -131,7 +131,7 @@ def test_balanced_shards_take_equal_time(seqlen: int, speeds: list[float], causa
 
 
 @given(layouts())
-def test_spans_of_any_layout_make_it_again(layout: Layout) -> None:
+def test_spans_of_any_layout_give_its_positions(layout: Layout) -> None:
     for rank in range(layout.world):
         spans = layout.spans(rank)
         assert expand([*spans]) == layout.positions(rank).tolist()

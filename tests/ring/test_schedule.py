@@ -253,7 +253,7 @@ def distances(count: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(1, count - 1), unique=True).map(lambda far: (0, *far)) if count > 1 else st.just((0,))
 
 
-def test_distances_without_visible_pairs_have_no_hop() -> None:
+def test_distances_without_visible_pairs_are_skipped() -> None:
     layout = Layout.contiguous(64, 8)
     assert schedule(layout, CAUSAL).steps == tuple(range(8))
     assert schedule(layout, Window(causal=True, left=7)).steps == (0, 1)
@@ -317,9 +317,12 @@ def test_equal_schedules_share_one_object() -> None:
 def test_refusals() -> None:
     layout = Layout.contiguous(8, 2)
     rows: list[tuple[dict[str, Any], str]] = [
-        ({"kv_layout": Layout.contiguous(8, 3)}, "kv_layout is made for 3 ranks, layout for 2: both must be the same"),
+        (
+            {"kv_layout": Layout.contiguous(8, 3)},
+            "kv_layout is made for 3 ranks and layout for 2: both must be the same",
+        ),
         ({"direction": 0}, r"direction is 0: it must be 1 \(to the next rank\) or -1 \(to the previous rank\)"),
-        ({"topology": Topology.grid(2, 2)}, "topology has 4 ranks, layout is made for 2"),
+        ({"topology": Topology.grid(2, 2)}, "topology has 4 ranks, but layout is made for 2"),
         ({"slots": 0}, "slots is 0: it must be at least 1"),
     ]
     assert schedule(layout, Mask(), slots=1).slots == 1

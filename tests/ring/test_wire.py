@@ -88,7 +88,7 @@ FP8 = wire("float8_e4m3fn")
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), cycle_values([0, 1, 128, 300], [torch.float16, torch.float32]))
-def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) -> None:
+def test_the_cpu_encoder_equals_the_kernels_bitwise(tokens: int, dtype: torch.dtype) -> None:
     x = wide_range_tensor(2, tokens, 3, 40, dtype=dtype)
     if tokens:
         x[0, 0, 0, :4] = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])

@@ -36,7 +36,7 @@ time.sleep(600)
 
 
 class LateDeletedObject:
-    """Object that the interpreter deletes late, and that delays its exit while our threads run."""
+    """Object that the interpreter deletes late, and that delays the exit until our threads have ended."""
 
     def __init__(self) -> None:
         self.server: subprocess.Popen[str] | None = None
@@ -54,27 +54,31 @@ class LateDeletedObject:
 
 
 def stay_in_torch(begun: threading.Event) -> None:
+    """Set ``begun`` and block inside torch for ``SECONDS``."""
     begun.set()
     with suppress(dist.DistError):
         HashStore().wait(["never"], timedelta(seconds=SECONDS))
 
 
 def run_helper(last: LateDeletedObject, stay: Callable[[], None]) -> None:
+    """Run ``stay`` in a helper thread."""
     start_thread(stay, CPU_DEVICE, "test")
 
 
 def run_tick(last: LateDeletedObject, stay: Callable[[], None]) -> None:
+    """Run ``stay`` as the tick of a watch, in the watchdog's thread."""
     watch: Any = SimpleWatch(rank=0, device=CPU_DEVICE, is_closed=False, tick=stay)
     sys.modules["watch"] = watch  # the watchdog keeps only weak references
     _WATCHDOG.add(watch)
 
 
 def run_transfer(last: LateDeletedObject, stay: Callable[[], None]) -> None:
+    """Run ``stay`` in a transfer thread."""
     TransferThread("test", lambda: True).submit(stay)
 
 
 def run_store_request(last: LateDeletedObject, stay: Callable[[], None]) -> None:
-    """Send requests to a stopped store over an open connection, and over a new one."""
+    """Send requests to a stopped store over an open connection and over a new one, then run ``stay``."""
     last.server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert last.server.stdout is not None
     port = int(last.server.stdout.readline())

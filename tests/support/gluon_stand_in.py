@@ -39,7 +39,7 @@ def tensor(value: Any) -> Any:
 
 
 class Pointer:
-    """An address, or a block of addresses."""
+    """Address in the flat ``memory`` of a tensor, or a block of addresses: element offsets into that memory."""
 
     def __init__(self, memory: torch.Tensor, offsets: Any = 0) -> None:
         self.memory, self.offsets = memory, offsets
@@ -79,11 +79,14 @@ class Barrier:
         return self.phases % 2 != parity
 
     def settle(self) -> None:
+        """Complete the current phase if all its arrivals and bytes are in."""
         if self.arrived == self.count and self.owed == 0:
             self.phases, self.arrived = self.phases + 1, 0
 
 
 class Slot:
+    """Buffer in shared memory; counts the products that read it and the loads that are still writing it."""
+
     def __init__(self, name: str, shape: list[int], dtype: torch.dtype, machine: Machine) -> None:
         self.name, self.data, self.machine = name, torch.full(shape, float("nan"), dtype=dtype), machine
         self.readers = self.landing = 0
@@ -91,7 +94,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class View:
-    """A tile in shared memory as an operand of a wgmma."""
+    """Tile in a slot as an operand of a wgmma, optionally transposed or cut to ``columns`` (begin, length)."""
 
     slot: Slot
     shape: list[int]
@@ -186,10 +189,12 @@ class Machine:
     # called by the partitions
 
     def name(self, kind: str) -> str:
+        """Return a new unique name that begins with ``kind``."""
         self.names += 1
         return f"{kind}{self.names}"
 
     def here(self) -> str:
+        """Return the name of the partition that this thread runs."""
         return threading.current_thread().name
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
@@ -208,6 +213,7 @@ class Machine:
     # scheduling
 
     def specialise(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        """Run all partitions, given as (function, arguments), until they end; raise the first error."""
         names = [f"{function.__name__}{i}" for i, (function, _) in enumerate(partitions)]
         self.products = {name: [] for name in names}
         self.sends = {name: [] for name in names}
@@ -238,6 +244,7 @@ class Machine:
             raise self.error
 
     def schedule(self) -> None:
+        """Resume partitions and finish transfers, one at a time as ``choose`` decides, until all partitions end."""
         while self.ready and self.error is None:
             able = [name for name, until in self.ready.items() if until()]
             options = [*able, *self.flying]
@@ -257,6 +264,7 @@ class Machine:
     # operations
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Array:
+        """Return an array of barriers or of slots; ``shape[0]`` is their number."""
         if layout == "barrier":
             return Array([Barrier() for _ in range(shape[0])])
         return Array([Slot(self.name("slot"), list(shape[1:]), dtype, self) for _ in range(shape[0])])
@@ -271,11 +279,13 @@ class Machine:
         self.pause()
 
     def expect(self, barrier: Barrier, nbytes: int) -> None:
+        """Arrive at a barrier and make its phase wait for ``nbytes`` of loads."""
         barrier.arrived, barrier.owed = barrier.arrived + 1, barrier.owed + int(nbytes)
         barrier.settle()
         self.pause()
 
     def copy(self, descriptor: Descriptor, where: list[Any], barrier: Barrier, view: View) -> None:
+        """Start a TMA load into a slot; the tile lands later, when the scheduler picks it."""
         slot, block = view.slot, descriptor.read(where)
         assert slot.readers == 0, f"{slot.name} is overwritten while a product reads it"
         slot.landing += 1
@@ -293,6 +303,7 @@ class Machine:
         self.pause()
 
     def product(self, a: Any, b: View, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
+        """Start a wgmma ``acc + a @ b``, which reads its operands until :meth:`drain` finishes it."""
         assert is_async
         reads = [view.slot for view in (a, b) if isinstance(view, View)]
         for slot in reads:
@@ -310,6 +321,7 @@ class Machine:
         return wgmma
 
     def drain(self, left: int, deps: list[Product]) -> Any:
+        """Finish all products of this partition but the last ``left``, and return the results of ``deps``."""
         self.pause()
         under_way = self.products[self.here()]
         while len(under_way) > left:
@@ -321,11 +333,13 @@ class Machine:
         return results if len(results) > 1 else results[0]
 
     def put(self, slot: Slot, value: torch.Tensor) -> None:
+        """Write a tile into a slot that no product reads and no load fills."""
         assert slot.readers == 0 and slot.landing == 0, f"{slot.name} is overwritten while it is read or loaded"
         slot.data.copy_(value.reshape(slot.data.shape))
         self.pause()
 
     def get(self, slot: Slot) -> Any:
+        """Return a copy of a slot that was written before."""
         assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before it was written"
         return tensor(slot.data.clone())
 
@@ -345,6 +359,7 @@ class Machine:
         self.pause()
 
     def sent(self, left: int) -> None:
+        """Wait until at most ``left`` sends of this partition are not complete."""
         me = self.here()
         self.pause(lambda: len(self.sends[me]) <= left)
 
@@ -394,7 +409,7 @@ def pass_through(function: Any = None, **options: Any) -> Any:
 
 
 def kernel(machine: Machine, name: str = "forward") -> SimpleNamespace:
-    """Return ``kernels.hopper.forward``, or another module, as this machine runs it."""
+    """Return the module ``kernels.hopper.<name>``, executed with this machine in place of Triton."""
     triton, modules = language(machine), dict[str, SimpleNamespace]()
 
     def imported(name: str, *args: Any) -> Any:

@@ -64,6 +64,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(sizes: Sizes, dtype: torch.dtype = torch.float32) -> Inputs:
+    """Return normal random tensors of these sizes in ``dtype``; ``dlse`` is fp32."""
     s, head_dim_v = sizes, sizes.head_dim_v or sizes.head_dim
     return Inputs(
         torch.randn(s.batch, s.queries, s.heads, s.head_dim).to(dtype),
@@ -75,6 +76,7 @@ def inputs(sizes: Sizes, dtype: torch.dtype = torch.float32) -> Inputs:
 
 
 def bounds_from(lo: Tensor, hi: Tensor, keys: int) -> Bounds:
+    """Return ``Bounds`` with both vectors clamped to ``[0, keys]``."""
     return Bounds(lo.clamp(0, keys).to(torch.int32), hi.clamp(0, keys).to(torch.int32))
 
 
@@ -118,6 +120,7 @@ KINDS = tuple(_intervals(6, 6))
 
 
 def interval(kind: str, queries: int, keys: int) -> Bounds:
+    """Return bounds of one of ``KINDS``, such as causal or window, for these lengths."""
     return _intervals(queries, keys)[kind]
 
 
@@ -136,6 +139,7 @@ def narrow_queries(bounds: Bounds, begin: int, end: int) -> Bounds:
 
 
 def row_ends(bounds: Bounds, queries: int, keys: int) -> list[tuple[int, int]]:
+    """Return the interval ``(lo, hi)`` of visible keys of every query row."""
     if bounds.lo is None or bounds.hi is None:
         return [(0, keys)] * queries
     return list(zip(bounds.lo.tolist(), bounds.hi.tolist(), strict=True))
@@ -185,6 +189,7 @@ def ours(
     x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None,
     scores: Scores | None = None,
 ) -> Results:  # fmt: skip
+    """Run our forward and backward on the GPU or in the interpreter, and return the results on the CPU."""
     device = __getattr__("DEVICE")
     q, k, v, dout, dlse = (t.to(device) for t in x)
     scores = scores or Scores()
@@ -242,7 +247,7 @@ def magnitudes(
 def compare(
     made: Results, x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, *, few_keys: bool = False
 ) -> None:
-    """Check that ``made`` is as exact as PyTorch's attention of the same inputs in the same dtype."""
+    """Check that results ``made`` of our kernels are as exact as PyTorch's attention in the same dtype."""
     truth, baseline = exact(x, bounds, softmax_scale), pytorch(x, bounds, softmax_scale)
     sizes = magnitudes(x, truth, dense_mask(bounds, x.q.shape[1], x.k.shape[1]), softmax_scale, few_keys=few_keys)
     for name, *results in zip(Results._fields, made, baseline, truth, strict=True):
@@ -253,7 +258,7 @@ def check(
     x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None, *,
     few_keys: bool = False,
 ) -> None:  # fmt: skip
-    """Run each kernel once and compare; with ``few_keys``, rows may see one or two keys."""
+    """Run forward and backward once and compare both; set ``few_keys`` if rows see only one or two keys."""
     results = ours(x, bounds, softmax_scale, config)
     assert [results.out.dtype, results.lse.dtype, results.dq.dtype] == [x.q.dtype, torch.float32, x.q.dtype]
     compare(results, x, bounds, softmax_scale, few_keys=few_keys)

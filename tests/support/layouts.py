@@ -15,15 +15,18 @@ NAMES = ("contiguous", "zigzag", "striped")
 
 
 def build_layout(name: str, seqlen: int, world: int) -> Layout:
+    """Return the layout that the constructor ``name`` of :class:`Layout` makes."""
     layout: Layout = getattr(Layout, name)(seqlen, world)
     return layout
 
 
 def layout_from_owners(owners: list[int], world: int) -> Layout:
+    """Return the layout in which token i belongs to rank ``owners[i]``."""
     return Layout([[(p, 1) for p, owner in enumerate(owners) if owner == rank] for rank in range(world)])
 
 
 def small_layouts(max_seqlen: int, max_world: int) -> list[Layout]:
+    """Return every named layout of 0 to ``max_seqlen`` tokens on 1 to ``max_world`` ranks."""
     return [
         build_layout(name, seqlen, world)
         for name in NAMES
@@ -90,6 +93,7 @@ def visible_shards(layout: Layout, mask: Mask, keys: Layout) -> list[tuple[int, 
 
 
 def document_index(documents: Documents, position: int) -> int | None:
+    """Return the index of the document that holds a position, or None outside of all documents."""
     containing = [i for i, (start, end) in enumerate(pairwise(documents.boundaries)) if start <= position < end]
     return containing[0] if containing else None
 

@@ -31,7 +31,7 @@ CallOutcome = tuple[str, str, float]  # error name, error text, seconds
 
 
 class RankProcesses:
-    """Processes that run ``work(rank, pipe, *arguments)``; they are killed at the end."""
+    """Forked processes that run ``work(rank, pipe, *arguments)``; they are killed at the end of the context."""
 
     def __init__(self, size: int, work: Callable[..., None], *arguments: Any) -> None:
         pipes = [FORKED.Pipe() for _ in range(size)]
@@ -45,6 +45,7 @@ class RankProcesses:
             child_end.close()
 
     def receive(self, rank: int, timeout: float = 120.0) -> Any:
+        """Return the next object that a rank sent; fail after ``timeout`` seconds."""
         assert self.ends[rank].poll(max(timeout, 0.0)), f"rank {rank} sent nothing for {timeout} s"
         return self.ends[rank].recv()
 
@@ -86,6 +87,7 @@ def start_store() -> TCPStore:
 def run_in_group(
     rank: int, pipe: Connection, size: int, port: int, timeout: timedelta, work: Any, *arguments: Any
 ) -> None:
+    """Join the process group and call ``work(rank, pipe, *arguments)``."""
     join_group(rank, size, port, timeout)
     work(rank, pipe, *arguments)
 
@@ -93,7 +95,14 @@ def run_in_group(
 def group_results(
     size: int, body: Callable[[int], Any], *, ends: int | None = None, patience: float = 120
 ) -> list[Any]:
-    """Return ``body(rank)`` of every process of one group; rank ``ends`` exits without a result."""
+    """Run ``body(rank)`` in ``size`` processes of one group and return the results in rank order.
+
+    Args:
+        size: number of processes.
+        body: function to run in each process.
+        ends: rank whose process may exit without a result, or None.
+        patience: seconds to wait for each result.
+    """
     with GroupProcesses(size, send_result, body, timeout=timedelta(minutes=30)) as ranks:
         received = [ranks.receive(rank, patience) for rank in range(size) if rank != ends]
         failed = [text for text, _ in received if text]
@@ -105,6 +114,7 @@ def group_results(
 
 
 def send_result(rank: int, pipe: Connection, body: Callable[[int], Any]) -> None:
+    """Send ``body(rank)`` with an empty string, or None with the traceback, through the pipe."""
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     gc.freeze()  # the imported modules are large and stay alive
     try:
@@ -115,7 +125,7 @@ def send_result(rank: int, pipe: Connection, body: Callable[[int], Any]) -> None
 
 
 def call_outcome(call: Callable[[], object]) -> CallOutcome:
-    """Return how a call ends; the error name is "" if nothing is raised."""
+    """Return error name, error text and seconds of a call; both texts are empty if nothing is raised."""
     begun = time.monotonic()
     try:
         call()

@@ -32,6 +32,8 @@ Sizes = Sequence[tuple[int, int]]
 
 @dataclass(eq=False)
 class PostedGroup:
+    """One post: its messages that have not moved yet, and the fences that it waits for."""
+
     world: RendezvousWorld
     rank: int
     sends: list[Message]
@@ -46,6 +48,7 @@ class PostedGroup:
         self.world.wait(self)
 
     def start(self) -> None:
+        """Mark the group as running, check its sends and poison its receive buffers with NaN."""
         self.is_running = True
         assert not any(x.isnan().any() for _, x in self.sends), "a tensor was sent before its data arrived"
         for _, x in self.receives:
@@ -65,7 +68,7 @@ class RendezvousWorld:
         self.errors: list[BaseException] = []
 
     def run(self, body: Callable[[int], None]) -> None:
-        """Run all ranks to their ends.
+        """Run ``body(rank)`` for all ranks to their ends.
 
         Raises:
             AssertionError: the ranks wait for each other.
@@ -90,6 +93,7 @@ class RendezvousWorld:
         assert all(group.done() for queue in self.queues.values() for group in queue), "a message has no receiver"
 
     def wait(self, group: PostedGroup) -> None:
+        """Wait until the messages of a group have moved; fail if all ranks wait for each other."""
         self.waits[group.rank] = group
         while not group.done():
             stuck = len(self.waits) == self.running and not any(wait.done() for wait in self.waits.values())
@@ -126,7 +130,7 @@ class RendezvousWorld:
 
 
 class LevelTransport:
-    """One rank's transport of one level, with the methods that the loop calls."""
+    """One rank's transport of one level of the ring, with the methods that the ring loop calls."""
 
     def __init__(self, world: RendezvousWorld, level: int, rank: int, edges: Sequence[Edge]) -> None:
         self.world, self.level, self.rank = world, level, rank
@@ -144,7 +148,7 @@ class LevelTransport:
 
 @dataclass
 class RecordingRank:
-    """One rank that records its work; it is the backend of all chunks and gets hops in place of bounds."""
+    """One rank that records its work; serves as the kernel of all chunks, with hops in place of bounds."""
 
     rank: int
     done: dict[str, Pairs] = field(default_factory=lambda: {"out": [], "dq": [], "dkdv": []})
@@ -227,7 +231,7 @@ def plan_steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
 
 
 def last_use_distance(plan: Schedule, shard: int, begin: int) -> int:
-    """Return the last inner step, counted from its root at hop ``begin``, that computes with a shard."""
+    """Return how many inner steps after its root at hop ``begin`` a shard is last used."""
     return max(step for step in range(plan.inner) if not step or plan.active[shard][begin + step])
 
 

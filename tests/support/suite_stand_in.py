@@ -52,6 +52,7 @@ SKIPPED_PARTS = ("compiled", "captured", "racecheck", "memcheck")  # parts that 
 
 
 def rehearsed_parts() -> list[SuitePart]:
+    """Return the suite's GPU parts, with commands that run on the CPU."""
     return [replace(part, command=stand_in_command(part), missing_reason=None) for part in gpu_parts()]
 
 
@@ -62,6 +63,7 @@ def stand_in_command(part: SuitePart) -> tuple[str, ...]:
 
 
 def run_case_on_cpu(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
+    """Run one case of the suite with the GPU stand-ins, and return the exit code."""
     run_case = device_cases.CASES["cuda"][name]
     run, arguments = (run_case.func, run_case.keywords) if isinstance(run_case, partial) else (run_case, {})
     if run is accuracy.accuracy_case:

@@ -43,6 +43,7 @@ HANGS = float(os.environ.get("RINGATTN_TEST_HANGS", testing.HANG_SECONDS))
 
 
 def on_ranks(size: int, fn: Callable[[LocalGroup], T]) -> list[T]:
+    """Return the results of ``fn`` on ``size`` virtual ranks of the CPU."""
     with LocalWorld(size, device="cpu", timeout=HANGS) as world:
         return world.run(fn)
 

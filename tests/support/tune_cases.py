@@ -22,7 +22,7 @@ BASELINE = Tile(128, 128, 8, 2)
 
 @dataclass
 class SimulatedGpu:
-    """A GPU with given times per tile, on a clock that only its own work advances."""
+    """GPU with given seconds per tile, on a clock that only its own work advances."""
 
     seconds: Callable[[Tile], float]
     seconds_with_transfer: Callable[[Tile], float | None] = lambda tile: None
@@ -59,6 +59,7 @@ def ignore_progress(part: str, more: int | None) -> None:
 
 
 def compile_fine(job: KernelVariant) -> CompileResult:
+    """Return a compile result without problems."""
     tile = job.tile
     return CompileResult((), tile.block_q * tile.block_k / 128 + tile.num_warps + tile.num_stages, "percent")
 

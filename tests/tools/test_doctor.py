@@ -103,7 +103,7 @@ def in_a_launcher(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_processes(target: Path) -> None:
+def test_doctor_on_two_processes(target: Path) -> None:
     code, output = launch_processes(2, in_a_launcher, "--json", str(target))
     assert code == 0, output
     rows = checks(target)
@@ -114,7 +114,7 @@ def test_processes(target: Path) -> None:
     assert read_back(target) == 2
 
 
-def test_two_nodes(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+def test_doctor_on_two_nodes(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     ring = ring_topology([*cpus("a", 2), *cpus("b", 2)])
     monkeypatch.setattr(doctor_ring, "discover_topology", lambda control, device: ring)
     assert run("--json", str(target)).exit_code == 0
@@ -123,7 +123,7 @@ def test_two_nodes(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     assert all(edge in rows["GB/s local"] for edge in ("0->1", "2->3", "0->2", "1->3"))
 
 
-def test_one_rank(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+def test_doctor_on_one_rank(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     target.write_text(run("--world", "1", "--json", "-").stdout)
@@ -285,6 +285,12 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_libraries([HEALTHY, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
     (machine.check_libraries([NO_NCCL], on_gpu=False), SKIPPED, "none is loaded: nothing on a CPU loads it"),
     (machine.check_cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "no transport nccl: rank 1: no CuPy"),
+    (machine.check_c_compiler([{**HEALTHY, "c_compiler": "/bin/gcc"}], on_gpu=True), OK, "/bin/gcc"),
+    (machine.check_c_compiler([{**HEALTHY, "c_compiler": ""}], on_gpu=False), SKIPPED, "on a GPU"),
+    (
+        machine.check_c_compiler([{**HEALTHY, "c_compiler": "/bin/gcc"}, {**HEALTHY, "c_compiler": ""}], on_gpu=True),
+        FAIL, "rank 0: /bin/gcc; rank 1: none",
+    ),
     (machine.check_gpus(hgx("a"), on_gpu=True), OK, "8 x H100, matched with NVML by UUID"),
     (machine.check_gpus([hgx("a")[0]] * 2 + hgx("a")[1:2], on_gpu=True), OK, "; ranks 0 and 1 share one"),
     (machine.check_gpus(unknown_gpu(UNKNOWN), on_gpu=True), FAIL, f"rank 1: {UNKNOWN}"),
@@ -299,10 +305,22 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_settings([{**HEALTHY, "settings": {"NCCL_P2P_DISABLE": "0"}}]), OK, "NCCL_P2P_DISABLE=0; "),
     (machine.check_settings([{**HEALTHY, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "ORDER_IMPLICIT=1"),
 ])  # fmt: skip
-def test_findings_of_the_machine(finding: Finding, status: str, text: str) -> None:
+def test_machine_checks_report_status_and_advice(finding: Finding, status: str, text: str) -> None:
     assert finding.status == status and text in finding.text, finding
     assert bool(finding.todo) == (status == FAIL)
     assert f"{machine.IMPLICIT_ORDER}=1; " not in finding.text
+
+
+def test_c_compiler_is_the_one_that_triton_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("gcc", "clang", "mycc"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert machine.find_c_compiler() == str(tmp_path / "gcc")
+    monkeypatch.setenv("CC", "mycc")
+    assert machine.find_c_compiler() == str(tmp_path / "mycc")
+    monkeypatch.setenv("CC", "absent")
+    assert machine.find_c_compiler() == ""
 
 
 def test_edges_of_a_round_share_no_node() -> None:

@@ -173,7 +173,7 @@ def test_padding_is_counted_row_by_row(used: str, pairs: int, forward: int, targ
     assert (rank["visible pairs"], rank["forward"], rank["backward"]) == (pairs, forward, forward * 2.5)
 
 
-def test_cells_of_many_tokens() -> None:
+def test_mask_cells_cover_several_tokens() -> None:
     ranks, grid = mask_cells(call_of(Layout.striped(1024, 4), Mask(causal=True)), cells=8)
     assert ranks.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]  # all ranks of the stripes appear
     assert np.array_equal(grid >= 0, np.tri(8, dtype=bool))
@@ -203,7 +203,7 @@ def test_files_agree_with_the_schedule(target: Path) -> None:
         assert [int(row["pairs"]) for row in csv.DictReader(file)] == [row["pairs"] for row in result.rows]
 
 
-def test_two_nodes(target: Path) -> None:
+def test_bytes_between_two_nodes(target: Path) -> None:
     text = run(f"--seqlen 64 --world 4 --nodes 2 --layout contiguous --heads 1 --json {target}")
     kv, dkv = 16 * 2 * 128 * 2, 16 * 2 * 128 * 4
     # Shards 0 and 1 go to the second node, and their gradients come back.
@@ -221,7 +221,9 @@ def test_two_nodes(target: Path) -> None:
     ("--world 16 --seqlen 1k --layout striped --full --window 64,64", "x.png", b"\x89PNG"),
     ("--seqlen 64 --world 2 --block-mask strided,block=4,stride=8 --layout contiguous", "x.png", b"\x89PNG"),
 ])  # fmt: skip
-def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_are_written_in_the_format_of_the_file_name(
+    flags: str, name: str, begins: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(f"{flags} --out {name}").endswith(f"picture: {name}\n")
     assert Path(name).read_bytes().startswith(begins)
@@ -236,7 +238,7 @@ def test_picture_shows_the_mask_and_the_schedule(monkeypatch: pytest.MonkeyPatch
     assert ([*schedule.get_xticks()], [*schedule.get_yticks()]) == ([0, 1], [*range(8)])
 
 
-def test_hops_have_marks() -> None:
+def test_each_hop_number_has_one_character() -> None:
     assert [show._mark(hop) for hop in (-1, 0, 10, 35, 36)] == [".", "0", "a", "z", "+"]
 
 

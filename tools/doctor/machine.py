@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -48,8 +49,9 @@ ASSEMBLER_HINT = (
 )
 ProcessFacts = dict[str, Any]
 """Facts about one process as JSON: ``versions`` by name, ``libraries`` (path and version of every loaded libnccl),
-``no_nccl`` (the reason why CuPy cannot use NCCL, or ""), ``settings`` (every ``NCCL_*``), and ``assembler`` (compute
-capability of the GPU, or 90 without one, and the version of Triton's ptxas for it)."""
+``no_nccl`` (the reason why CuPy cannot use NCCL, or ""), ``c_compiler`` (path or ""), ``settings`` (all ``NCCL_*``),
+and ``assembler`` (compute capability of the GPU, or 90 without one, and the version of Triton's ptxas for it).
+"""
 
 
 def collect_facts() -> ProcessFacts:
@@ -70,10 +72,18 @@ def collect_facts() -> ProcessFacts:
     libraries = [[str(path), _library_version(path)] for path in loaded_libraries()]
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     arch = 10 * major + minor
-    return {
-        "versions": versions, "libraries": libraries, "no_nccl": no_nccl, "settings": settings,
-        "assembler": [arch, [*assembler_version(triton_assembler(arch))]],
-    }  # fmt: skip
+    facts = {"versions": versions, "libraries": libraries, "no_nccl": no_nccl, "settings": settings}
+    assembler = [arch, [*assembler_version(triton_assembler(arch))]]
+    return facts | {"c_compiler": find_c_compiler(), "assembler": assembler}
+
+
+def find_c_compiler() -> str:
+    """Return the C compiler that Triton builds its launchers with, or "" if there is none."""
+    if triton.knobs.build.impl is not None:
+        return "triton.knobs.build.impl"
+    named = os.environ.get("CC")
+    candidates = ["gcc", "clang"] if named is None else [named]
+    return next(filter(None, map(shutil.which, candidates)), "")
 
 
 def _library_version(path: Path) -> str:
@@ -93,6 +103,7 @@ def check_machine(everyone: Sequence[ProcessFacts], ring: Topology, *, on_gpu: b
         check_assembler(everyone),
         check_libraries(everyone, on_gpu=on_gpu),
         check_cupy(everyone),
+        check_c_compiler(everyone, on_gpu=on_gpu),
         check_gpus(ring.devices, on_gpu=on_gpu),
         check_links(ring.devices),
         check_nics(ring.devices),
@@ -146,6 +157,17 @@ def check_cupy(everyone: Sequence[ProcessFacts]) -> Finding:
     if any(missing):
         return Finding("CuPy", SKIPPED, f"no transport nccl: {text_by_rank(missing)}")
     return Finding("CuPy", OK, "can use NCCL")
+
+
+def check_c_compiler(everyone: Sequence[ProcessFacts], *, on_gpu: bool) -> Finding:
+    """Check that Triton finds a C compiler; without one the first launch of a kernel fails."""
+    if not on_gpu:
+        return Finding("C compiler", SKIPPED, "only launches on a GPU need one")
+    paths = [rank_facts["c_compiler"] for rank_facts in everyone]
+    if all(paths):
+        return Finding("C compiler", OK, text_by_rank(paths))
+    text = text_by_rank([path or "none" for path in paths])
+    return Finding("C compiler", FAIL, text, "install gcc or clang, or set CC to a C compiler, on every host")
 
 
 def check_gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:

@@ -83,8 +83,8 @@ def shard(case: Case, number: int, name: str, rank: int) -> Tensor:
     return case.calls[number].layout.shard(inputs(case, number)[name], rank, 2 if name == "dlse" else 1)
 
 
-def seen(call: RecordedCall, rank: int, other: int) -> int:
-    """Return the number of mask parts in which a query of a rank sees a key of a shard, position by position."""
+def visible_parts(call: RecordedCall, rank: int, other: int) -> int:
+    """Count the parts of a mask in which any query of ``rank`` sees any key of shard ``other``, pair by pair."""
     positions, keys = call.layout.positions(rank), call.layout.positions(other)
     blocks = call.mask.blocks
     shown_by_blocks = True if blocks is None else blocks.visible[positions // blocks.block][:, keys // blocks.block]
@@ -92,8 +92,8 @@ def seen(call: RecordedCall, rank: int, other: int) -> int:
     return sum(bool(((keys >= lo) & (keys < hi) & shown_by_blocks).any()) for lo, hi in limits)
 
 
-def there(call: RecordedCall, rank: int, other: int) -> Tensor:
-    """Return 1 for every key of a shard that a rank ever has, else 0."""
+def available_keys(call: RecordedCall, rank: int, other: int) -> Tensor:
+    """Return 1 for every key of shard ``other`` that ``rank`` holds or receives, and 0 for all others."""
     positions, sent = call.layout.positions(other), sent_keys(call.layout, call.mask, call.layout).positions(other)
     has_keys = ~torch.isin(positions, torch.tensor(call.hidden, dtype=torch.int64))
     return (has_keys if rank == other else has_keys & torch.isin(positions, sent)).float()
@@ -117,17 +117,21 @@ def _expected(case: Case, number: int, call: RecordedCall, rank: int) -> dict[st
     """Return the results of a rank's tokens, taken from those of its ring rank."""
     ring_rank, ulysses_rank = divmod(rank, case.ulysses)
     positions = ulysses_layout(call.layout, case.ulysses, ring_rank).positions(ulysses_rank)
-    values = _of_place(case, number, case.on_ring(call), ring_rank)
+    values = _expected_on_ring_rank(case, number, case.on_ring(call), ring_rank)
     return {name: x.index_select(2 if name.startswith("lse") else 1, positions) for name, x in values.items()}
 
 
-def _of_place(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
+def _expected_on_ring_rank(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
+    """Return the expected results of one ring rank from the stand-in kernels' formulas."""
     ranks, whole = range(call.layout.world), inputs(case, number)
     q, k, v, dout, dlse = (
         [call.layout.shard(whole[name], other, 2 if name == "dlse" else 1).float() for other in ranks] for name in GIVEN
     )
-    mask = [there(call, rank, other)[:, None, None] for other in ranks]
-    shards = [kernels.keys(k[other] * mask[other], v[other] * mask[other]) * seen(call, rank, other) for other in ranks]
+    mask = [available_keys(call, rank, other)[:, None, None] for other in ranks]
+    shards = [
+        kernels.keys(k[other] * mask[other], v[other] * mask[other]) * visible_parts(call, rank, other)
+        for other in ranks
+    ]
     total = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
     out = (total[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
     values = {f"out{number}": out.to(case.dtype), f"lse{number}": total[:, :, None].expand(1, HEADS, q[rank].shape[1])}
@@ -135,7 +139,9 @@ def _of_place(case: Case, number: int, call: RecordedCall, rank: int) -> dict[st
         part = total[:, None, :, None] * (2 * kernels.rows(dout[rank]) + dlse[rank].transpose(1, 2)[..., None])
         values[f"dq{number}"] = part.expand(q[rank].shape).to(case.dtype)
         for name, tensors, x in (("dk", q, k[rank]), ("dv", dout, v[rank])):
-            by_rank = [(seen(call, other, rank) * there(call, other, rank))[:, None, None] for other in ranks]
+            by_rank = [
+                (visible_parts(call, other, rank) * available_keys(call, other, rank))[:, None, None] for other in ranks
+            ]
             parts = [(kernels.summed(tensors[other], KV_HEADS) + 5 * x) * by_rank[other] for other in ranks]
             values[f"{name}{number}"] = sum(parts, torch.zeros(x.shape)).to(case.dtype)
     return values

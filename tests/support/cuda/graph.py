@@ -177,21 +177,21 @@ class Graph:
 
     @cached_property
     def order(self) -> list[int]:
-        """The operations in topological order; shorter if there is a cycle."""
+        """Operations in topological order; the list is shorter than the log if there is a cycle."""
         return linear(self.before)
 
     @cached_property
     def place(self) -> dict[int, int]:
-        """The place of each operation in `order`."""
+        """Index of each operation in `order`."""
         return {number: place for place, number in enumerate(self.order)}
 
     @cached_property
     def after(self) -> list[list[int]]:
-        return _turned(self.before)
+        return _reverse_edges(self.before)
 
     @cached_property
     def reach(self) -> list[int]:
-        """For each operation a bit mask, by place in `order`, of itself and all its predecessors."""
+        """Bit mask per operation, indexed by `place`, of the operation and all its predecessors."""
         reach = [0] * len(self.log)
         for place, number in enumerate(self.order):
             bits = 0
@@ -224,7 +224,7 @@ class Graph:
             if cycle:
                 text = " <- ".join(map(str, cycle))
                 return [*self.mismatches, f"deadlock with {name} sends, each waits for the next: {text}"]
-        return self.mismatches + [self.told(conflict) for conflict in self.races()]
+        return self.mismatches + [self.describe_race(conflict) for conflict in self.races()]
 
     @property
     def cyclic(self) -> bool:
@@ -246,18 +246,18 @@ class Graph:
 
     @cached_property
     def needs(self) -> dict[int, int]:
-        """For each operation a bit mask, by place in `order`, of the operations it must come after."""
+        """Bit mask per operation, indexed by `place`, of the operations that must run before it."""
         needs: dict[int, int] = defaultdict(int)
         for conflict in self.conflicts:
             needs[conflict.second.number] |= 1 << self.place[conflict.first.number]
         return needs
 
     def races(self) -> list[Conflict]:
-        """Return the conflicts whose order no edge enforces."""
+        """Return the conflicts whose two operations no edge orders."""
         return [pair for pair in self.conflicts if not self.happens_before(pair.first, pair.second)]
 
-    def told(self, conflict: Conflict) -> str:
-        """Describe a race: the memory and the two operations."""
+    def describe_race(self, conflict: Conflict) -> str:
+        """Return a sentence that names the memory and both operations of a race."""
         first, second = (f"{op} {_verb(op, conflict.use)} it" for op in (conflict.first, conflict.second))
         return f"race on {self.where(conflict.use)}: {first}, {second}, and nothing orders the two"
 
@@ -285,7 +285,7 @@ class Graph:
             pending.update(self.place[later] for later in self.after[number])
         return None
 
-    def unnoticed(self) -> list[Wait]:
+    def redundant_waits(self) -> list[Wait]:
         """Return the redundant waits: each can be removed alone without a race."""
         return [wait for wait in self.waits if self.broken_without(wait) is None]
 
@@ -318,7 +318,7 @@ def _size(op: Op) -> int:
     return sum(use.bytes.bit_count() for use in (*op.reads, *op.writes))
 
 
-def _turned(before: Sequence[Iterable[int]]) -> list[list[int]]:
+def _reverse_edges(before: Sequence[Iterable[int]]) -> list[list[int]]:
     after: list[list[int]] = [[] for _ in before]
     for number, earlier in enumerate(before):
         for previous in earlier:
@@ -328,7 +328,7 @@ def _turned(before: Sequence[Iterable[int]]) -> list[list[int]]:
 
 def linear(before: Sequence[set[int]], draws: Iterator[float] | None = None) -> list[int]:
     """Return a topological order; among ready operations, the one with the lowest draw or number comes first."""
-    after, waiting = _turned(before), [len(earlier) for earlier in before]
+    after, waiting = _reverse_edges(before), [len(earlier) for earlier in before]
     ready = [(next(draws) if draws else 0.0, number) for number, count in enumerate(waiting) if not count]
     heapq.heapify(ready)
     order = []

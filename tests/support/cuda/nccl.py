@@ -31,7 +31,7 @@ class Group(threading.local):
     def __init__(self) -> None:
         self.receives: list[tuple[int, int, Wire]] | None = None
         self.calls: set[Communicator] = set()
-        self.given_up: list[Communicator] = []
+        self.aborted: list[Communicator] = []
         self.pending: list[tuple[Communicator, str, Callable[[], None]]] = []  # pending one-sided calls
 
 
@@ -78,14 +78,14 @@ class Fabric:
     def groupStart(self) -> None:
         self.device.add("groupStart")
         self.device.thread.group = object()
-        self.open_group.receives, self.open_group.calls, self.open_group.given_up = [], set(), []
+        self.open_group.receives, self.open_group.calls, self.open_group.aborted = [], set(), []
 
     def groupEnd(self) -> None:
         self.device.add("groupEnd")
         self.device.thread.group = None
         receives, self.open_group.receives = self.open_group.receives, None
         try:
-            if not self.open_group.given_up:
+            if not self.open_group.aborted:
                 self.before_end()
             launch(self.open_group.pending)
             for pointer, count, wire in receives if self.moves and receives is not None else ():
@@ -96,7 +96,7 @@ class Fabric:
             self.open_group.pending.clear()
             for communicator in self.open_group.calls:
                 communicator.calls -= 1
-            for communicator in self.open_group.given_up:
+            for communicator in self.open_group.aborted:
                 communicator.free()
 
     def check_place(self) -> None:
@@ -158,7 +158,7 @@ class Communicator:
         if self._fabric.open_group.receives is None:
             self.free()
         else:
-            self._fabric.open_group.given_up.append(self)
+            self._fabric.open_group.aborted.append(self)
 
     def free(self) -> None:
         assert not self.calls, "the communicator was freed during a call"

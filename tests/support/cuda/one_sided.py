@@ -73,7 +73,7 @@ class OneSided(Communicator):
         self.windows.gone.add((self._id, self._rank, window))
 
     def put(self, source: int, nbytes: int, peer: int, window: int, offset: int, stream: int) -> None:
-        there, size = self.windows.registered[self._id, peer, window]
+        target, size = self.windows.registered[self._id, peer, window]
         if size != self.windows.registered[self._id, self._rank, window][1] or not 0 <= offset <= size - nbytes:
             raise NcclError(f"{nbytes} bytes at {offset} of a window of {size}")
         if not any(
@@ -84,10 +84,10 @@ class OneSided(Communicator):
             raise NcclError("srcWinHost is not in a valid symmetric window")
 
         def job() -> None:
-            self._fabric.device.copy(stream, there + offset, source, nbytes)
+            self._fabric.device.copy(stream, target + offset, source, nbytes)
             if self._fabric.moves:
                 data = self._fabric.spoil(ctypes.string_at(source, nbytes))
-                ctypes.memmove(there + offset, data, nbytes)
+                ctypes.memmove(target + offset, data, nbytes)
             self._raise_signal(peer, stream, asked)
 
         asked = site()

@@ -123,7 +123,7 @@ class _Operators(TorchDispatchMode):
         on_device = override.type == "cuda" if override is not None else touches
         if not touches and not on_device:
             return func(*args, **kwargs)  # host only
-        recorded_args, written = tree_map(recorder.held, (args, kwargs)), _written(func, args, kwargs)
+        recorded_args, written = tree_map(recorder.replay_argument, (args, kwargs)), _written(func, args, kwargs)
         result = func(*args, **kwargs)
         new_tensors = [x for x in _tensors(result) if recorder.memory.find(x) is None]
         for x in new_tensors:
@@ -134,7 +134,7 @@ class _Operators(TorchDispatchMode):
         outputs = [*written, *new_tensors]
         # A copy of bytes is a transfer.
         if name == "aten::copy_" and args[0].dtype == torch.uint8 and recorder.on_device(args[0]):
-            recorder.given_up("copy", recorder.current(), "copy_", recorder.held(args[0]))
+            recorder.start_transfer("copy", recorder.current(), "copy_", recorder.replay_argument(args[0]))
         op = recorder.add(
             "copy" if name == "aten::copy_" else "op",
             recorder.current(),
@@ -142,8 +142,8 @@ class _Operators(TorchDispatchMode):
             reads=recorder.uses([x for x in tensors if not any(x is y for y in written)]),
             writes=recorder.uses(outputs),
         )
-        results = [recorder.held(x) for x in new_tensors]
-        op.action = _again(func, recorded_args, results)
+        results = [recorder.replay_argument(x) for x in new_tensors]
+        op.action = _replay_action(func, recorded_args, results)
         if name in SYNCHRONIZES or (
             name == "aten::copy_" and recorder.on_device(args[1]) > recorder.on_device(args[0])
         ):
@@ -151,9 +151,11 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-def _again(func: Any, held: Any, results: list[Any]) -> Callable[[Give], None]:
+def _replay_action(func: Any, recorded_args: Any, results: list[Any]) -> Callable[[Give], None]:
+    """Return the action that repeats an operator on other memory and stores its results there."""
+
     def act(give: Give) -> None:
-        args, kwargs = tree_map(give, held)
+        args, kwargs = tree_map(give, recorded_args)
         result = func(*args, **kwargs)
         for target, value in zip(results, _tensors(result) if results else (), strict=bool(results)):
             give(target).copy_(value)

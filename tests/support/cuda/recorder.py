@@ -47,11 +47,13 @@ def mail(op: Op, ref: Ref) -> Callable[[Give], None]:
 
 
 def poison(ref: Ref) -> Callable[[Give], None]:
-    """Return an action that fills memory with bytes that nobody writes."""
+    """Return an action that fills memory with a byte pattern that no operation writes."""
     return lambda give: give(ref).fill_(0xFF)  # NaN in every floating type
 
 
 class Recorder(Device):
+    """Device that records reads, writes and repeatable actions of every operation."""
+
     def __init__(self) -> None:
         super().__init__()
         self.memory = Memory(self._freed)
@@ -68,7 +70,7 @@ class Recorder(Device):
         """Log an operation of the current stream on tensors; replay repeats `action(arguments)`."""
         op = self.add(kind, self.current(), detail=detail, reads=self.uses(reads), writes=self.uses(writes))
         if action is not None:
-            recorded_args = tree_map(self.held, arguments)
+            recorded_args = tree_map(self.replay_argument, arguments)
             op.action = lambda give: action(tree_map(give, recorded_args))
 
     def read_back(self, name: str, tensor: torch.Tensor) -> None:
@@ -76,8 +78,8 @@ class Recorder(Device):
         self.operation("read back", name, reads=[tensor])
         self.add("synchronize", self.current())
 
-    def given_up(self, kind: str, stream: Stream, detail: str, ref: Ref) -> Op:
-        """Log the start of a transfer into memory; in replay the bytes are NaN until the transfer is over."""
+    def start_transfer(self, kind: str, stream: Stream, detail: str, ref: Ref) -> Op:
+        """Log the start of a transfer into memory; in a replay the bytes are NaN until the transfer is over."""
         group = self.thread.group
         return self.add(kind, stream, detail=detail, group=group, writes=(ref.use,), action=poison(ref))
 
@@ -88,7 +90,7 @@ class Recorder(Device):
         if kind == "send":
             op = self.add(kind, on, reads=(ref.use,), **more)
         else:
-            begun = self.given_up(kind, on, more["detail"], ref)
+            begun = self.start_transfer(kind, on, more["detail"], ref)
             op = self.add(kind, on, writes=(ref.use,), after=(begun,), **more)
         op.action = mail(op, ref)
         return op
@@ -96,7 +98,7 @@ class Recorder(Device):
     def copy(self, stream: int, destination: int, source: int, nbytes: int) -> None:
         target, origin = (self.memory.at(address, nbytes) for address in (destination, source))
         on = self.streams[stream]
-        self.given_up("copy", on, f"of {nbytes} bytes", target)
+        self.start_transfer("copy", on, f"of {nbytes} bytes", target)
         op = self.add("copy", on, detail=f"of {nbytes} bytes", reads=(origin.use,), writes=(target.use,))
         op.action = lambda give: give(target).copy_(give(origin))
 
@@ -135,8 +137,8 @@ class Recorder(Device):
     def uses(self, tensors: Sequence[torch.Tensor]) -> tuple[Use, ...]:
         return tuple(self.memory.ref(x).use for x in tensors if self.on_device(x))
 
-    def held(self, value: Any) -> Any:
-        """Return an argument for replay: a reference for device memory, a copy for host memory."""
+    def replay_argument(self, value: Any) -> Any:
+        """Return an argument for replay: a reference to device memory, or a copy of host memory."""
         if not isinstance(value, torch.Tensor):
             return value
         return self.memory.ref(value) if self.on_device(value) else value.clone()

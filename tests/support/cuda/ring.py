@@ -37,7 +37,7 @@ from ringattn.ring.schedule import plan as plan_module
 from ringattn.ring.schedule.plan import plan
 from ringattn.ring.schedule.visibility import sent_keys
 
-from .cases import GIVEN, Case, expected, seen, shard
+from .cases import GIVEN, Case, expected, shard, visible_parts
 from .device import PATIENCE, Use
 from .graph import Graph
 from .kernels import install_kernels
@@ -89,8 +89,8 @@ class Recording:
     keys: list[list[tuple[int, PostKey]]]  # per rank, call and key of its posts, in order
 
     def problems(self) -> list[str]:
-        failures = self.graph.problems() + self.out_of_order() + self.miscounted()
-        return failures if self.graph.cyclic else failures + self.held_up()
+        failures = self.graph.problems() + self.out_of_order() + self.wrong_launch_counts()
+        return failures if self.graph.cyclic else failures + self.early_waits()
 
     def out_of_order(self) -> list[str]:
         """Return posts out of key order, and transfers whose two ends have different keys."""
@@ -107,8 +107,8 @@ class Recording:
                 failures.append(f"{op.source} is received by {op}: their keys differ")
         return failures
 
-    def held_up(self) -> list[str]:
-        """Return forward kernels that wait for K/V they do not need yet, which would expose the transfer."""
+    def early_waits(self) -> list[str]:
+        """Return forward kernels that wait for K/V of a later hop, which would expose the transfer."""
         failures = []
         arrivals = [op for op in self.graph.log if op.kind in ARRIVES and op.label in self._by_label]
         for kernel in self.graph.log:
@@ -122,9 +122,9 @@ class Recording:
                     failures.append(f"{kernel} waits for {op}, which it does not need")
         return failures
 
-    def miscounted(self) -> list[str]:
-        """Return kernels not launched once per visible shard and mask part, and always for the own shard."""
-        launched = Counter(
+    def wrong_launch_counts(self) -> list[str]:
+        """Return kernels that a rank did not launch once per mask part of each visible shard and of its own."""
+        launch_counts = Counter(
             (op.rank, op.label.partition(",")[0], op.detail) for op in self.graph.log if op.kind == "kernel"
         )
         failures, chunks = [], self.case.ring.get("chunks", 1)
@@ -132,9 +132,11 @@ class Recording:
             call, ulysses = self.case.on_ring(call), self.case.ulysses
             for rank in (rank for rank in range(self.case.world) if call.layout.lengths[rank // ulysses]):
                 ring_rank, ring_ranks = rank // ulysses, range(call.layout.world)
-                wanted = chunks * sum(max(seen(call, ring_rank, other), other == ring_rank) for other in ring_ranks)
+                wanted = chunks * sum(
+                    max(visible_parts(call, ring_rank, other), other == ring_rank) for other in ring_ranks
+                )
                 for kernel in self.case.kernels(call):
-                    count = launched[rank, f"call {number}", kernel]
+                    count = launch_counts[rank, f"call {number}", kernel]
                     if count != wanted:
                         failures.append(f"rank {rank} launches {kernel} {count} times in call {number}, not {wanted}")
         return failures
@@ -153,7 +155,7 @@ class Recording:
         return [{name: replay.tensor(ref) for name, ref in results.items()} for results in self.results]
 
     def wrong(self, seed: int, before: list[set[int]] | None = None) -> list[str]:
-        """Return the results that such an execution gets wrong."""
+        """Return the results that are wrong after a replay with this seed."""
         failures = []
         results = self.replayed(seed, before)
         for rank, (got, want) in enumerate(zip(results, self.wanted, strict=True)):
@@ -363,7 +365,7 @@ class _Session:
         with self.recorder.labelled(f"the caller reads {name}"), torch.no_grad():
             copy = result.detach().clone()
         self.kept.append(copy)
-        self.results[rank][name] = self.recorder.held(copy)
+        self.results[rank][name] = self.recorder.replay_argument(copy)
 
     def given(self, number: int, rank: int) -> dict[str, Tensor]:
         tensors = {name: shard(self.case, number, name, rank).contiguous().to(GPU) for name in GIVEN}
