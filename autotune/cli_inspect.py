@@ -25,7 +25,8 @@ def inspect(
         ),
     ] = None,
     gate: Annotated[
-        bool, typer.Option("--gate", help="Exit with 1 if a variant spills or has other problems.")
+        bool,
+        typer.Option("--gate", help="Exit with 1 if a variant spills, may compute wrong values or has other problems."),
     ] = False,
     json: Json = None,
     csv: Csv = None,
@@ -42,6 +43,7 @@ def inspect(
     """
     from ..bench.common.progress import progress
     from ..bench.common.result import finish_command
+    from .assemblers import newest_assembler
     from .compile import parse_variants
     from .inspect import inspect_result, inspect_variants
 
@@ -50,5 +52,5 @@ def inspect(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with progress() as step:
-        rows = inspect_variants(variants, step)
+        rows = inspect_variants(variants, step, newest_assembler() if gate else None)
     finish_command(inspect_result(rows, gate=gate), json, csv)

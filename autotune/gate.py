@@ -8,16 +8,20 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 
 from ..kernels import hopper_backward_launch
 from ..kernels.gpu import TENSOR_MEMORY_COLUMNS, shared_limit
 from ..kernels.hopper.step_order import CONSUMER_ROWS, CONSUMERS
+from .assemblers import assemble, assembler_version
 from .compile import MEMORY_BOUND, KernelVariant, RecordedLaunch, compile_launch
 from .sass import Loop, matrix_loops
+from .wrong_code import in_place_races, known_miscompiles, launch_tensors, wgmma_hazards
 
 CLEAN_HEAD_DIM = 128
 TURN_TAKING_KERNEL = "single_pass_deterministic"
@@ -42,12 +46,14 @@ class CompiledKernel:
     threads: int = 0  # per block
     partitions: int = 1  # warp-specialised partitions of a block that each run their own main loop
     loop_threads: int = 0  # threads of one partition; 0: all threads of the block
+    hazards: tuple[str, ...] = ()  # instructions that use a register of wgmma in flight
 
 
 def gate_problems(variant: KernelVariant, compiled: CompiledKernel) -> list[str]:
     """Return the reasons why a binary cannot launch or is slow; the list is empty if the binary passes the gate.
 
     - Every variant must fit the GPU's shared memory and tensor memory.
+    - No instruction may use a register of wgmma in flight.
     - Loops with matrix instructions must have no spills and no serialised wgmma, for 16-bit dtypes and head dims up to
       128. Spills outside these loops do not matter.
     - Variants with features are exempt, because the features dominate the time of the loop.
@@ -60,6 +66,7 @@ def gate_problems(variant: KernelVariant, compiled: CompiledKernel) -> list[str]
         failures.append(f"{compiled.shared} bytes of shared memory, but the GPU has {limit}")
     if compiled.tensor_memory > TENSOR_MEMORY_COLUMNS:
         failures.append(f"{compiled.tensor_memory} columns of tensor memory, but the GPU has {TENSOR_MEMORY_COLUMNS}")
+    failures += hazard_problems(compiled.hazards)
     if variant.kernel in MEMORY_BOUND:
         spills = [f"{compiled.stack} bytes of local memory"] if compiled.stack else []
         return [*failures, *spills, *(["subnormal numbers are flushed to zero"] if compiled.flushes_subnormals else [])]
@@ -76,25 +83,36 @@ def gate_problems(variant: KernelVariant, compiled: CompiledKernel) -> list[str]
     return failures
 
 
-def compile_variant(variant: KernelVariant) -> tuple[CompiledKernel, list[str]]:
+def hazard_problems(hazards: Sequence[str], source: str = "") -> list[str]:
+    return [f"{len(hazards)} instructions{source} use registers of wgmma in flight, {hazards[0]}"] if hazards else []
+
+
+def compile_variant(variant: KernelVariant, assembler: Path | None = None) -> tuple[CompiledKernel, list[str]]:
     """Compile the launch of a variant, and return the compiled kernel with its problems.
+
+    ``assembler`` is another ptxas, whose binary for sm_90 is checked for hazards, too.
 
     Raises:
         ValueError: There is no kernel for this variant, or kernels are interpreted.
         RuntimeError: Triton or ptxas rejects the kernel.
     """
     launch = compile_launch(variant.launch, variant.arch)
-    result = read_compiled(launch, variant.arch)
-    return result, gate_problems(variant, result) + hopper_problems(variant, result, launch.binary.asm["ptx"])
+    result, ptx, ttgir = read_compiled(launch, variant.arch), launch.binary.asm["ptx"], launch.binary.asm["ttgir"]
+    failures = gate_problems(variant, result) + hopper_problems(variant, result, ptx)
+    if assembler is not None and "wgmma" in ptx and (cubin := assemble(ptx, assembler)) is not None:
+        version = ".".join(map(str, assembler_version(assembler)))
+        failures += hazard_problems(wgmma_hazards(disassemble(cubin)), f" of ptxas {version}")
+    failures += in_place_races(ptx, launch_tensors(launch.kernel.arg_names, launch.arguments, ttgir))
+    return result, failures + known_miscompiles(ttgir, variant.arch)
 
 
 def read_compiled(launch: RecordedLaunch, arch: int) -> CompiledKernel:
     """Read resources and main loops from the binary of a launch."""
     kernel = launch.binary
     usage = run_binary_tool("cuobjdump", "-res-usage", cubin=kernel.asm["cubin"])
-    listing = run_binary_tool("nvdisasm", "-c", "-ndf", cubin=kernel.asm["cubin"])
+    listing = disassemble(kernel.asm["cubin"])
     registers, stack = (int(_match(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    specialised: dict[str, int] = {}
+    specialised: dict[str, Any] = {}
     if launch.name in ("hopper_kernel", "hopper_backward_kernel"):
         specialised = {"partitions": CONSUMERS, "loop_threads": WARPGROUP}
     return CompiledKernel(
@@ -106,8 +124,13 @@ def read_compiled(launch: RecordedLaunch, arch: int) -> CompiledKernel:
         ".ftz" in kernel.asm["ptx"],
         arch,
         required_threads(kernel.asm["ptx"]),
+        hazards=tuple(wgmma_hazards(listing)),
         **specialised,
     )
+
+
+def disassemble(cubin: bytes) -> str:
+    return run_binary_tool("nvdisasm", "-c", "-ndf", cubin=cubin)
 
 
 def required_threads(ptx: str) -> int:

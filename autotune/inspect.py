@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -59,23 +60,26 @@ def variant_row(variant: KernelVariant, compiled: CompiledKernel, problems: Sequ
     return row
 
 
-def inspect_variant(variant: KernelVariant) -> dict[str, Any]:
+def inspect_variant(variant: KernelVariant, assembler: Path | None = None) -> dict[str, Any]:
     """Compile a variant and return its row; if that fails, ``problems`` has the reason."""
     try:
-        return variant_row(variant, *compile_variant(variant))
+        return variant_row(variant, *compile_variant(variant, assembler))
     except Exception as error:  # a failure is a result, too, and must not stop the other variants
         empty = CompiledKernel(0, 0, 0, 0, (), arch=variant.arch, threads=32)
         return variant_row(variant, empty, [f"{type(error).__name__}: {error}"]) | {"blocks": 0}
 
 
 def inspect_variants(
-    variants: Sequence[KernelVariant], step: Callable[[str, int | None], None]
+    variants: Sequence[KernelVariant], step: Callable[[str, int | None], None], assembler: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row per variant, compiled one after another; ``step`` is a :data:`tune.Progress`."""
+    """Return a row per variant, compiled one after another; ``step`` is a :data:`tune.Progress`.
+
+    ``assembler`` is the second ptxas of :func:`gate.compile_variant`.
+    """
     step("compiling", len(variants))
     rows = []
     for variant in variants:
-        rows.append(inspect_variant(variant))
+        rows.append(inspect_variant(variant, assembler))
         step("compiling", None)
     return rows
 

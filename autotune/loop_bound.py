@@ -12,6 +12,8 @@ fill that gap with its products:
 
     bound = products / max(busiest unit, (max(products, hidden) + exposed) / blocks per SM)
 
+The bound is 0 if wgmma is serialised, because the model has no figure for the latency of each wait.
+
 ``hidden`` and ``exposed`` are the clocks of the busiest softmax unit for the instructions under products, and for all
 others. Each partition of a warp-specialised block with its own main loop counts as a block. The loading warp is free.
 
@@ -101,8 +103,8 @@ def loop_bound(loop: Loop, warps: int, arch: int, blocks: int) -> LoopBound:
     in_step = (overlapped + exposed[softmax]) / max(blocks, 1) if mix.barriers else 0.0
     limiter = busiest if busy[busiest] >= in_step else f"{softmax} in step"
     return LoopBound(
-        percent=100 * busy[TENSOR] / max(busy[busiest], in_step),
-        limiter=limiter,
+        percent=0.0 if loop.is_serialised else 100 * busy[TENSOR] / max(busy[busiest], in_step),
+        limiter="serialised wgmma" if loop.is_serialised else limiter,
         ceiling=100 * busy[TENSOR] / busy[busiest],
         clocks=busy,
         mix=mix,

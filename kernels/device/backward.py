@@ -226,4 +226,5 @@ def sum_splits(
         )
     if HAS_SUM:
         total = add_tiles(total, load_rows(select_head(before, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
+        tl.debug_barrier()  # `before` may be `result`: all threads must have loaded it
     store_rows(select_head(result, batch, head), total, offs_k, seqlen_k, HEAD_DIM)

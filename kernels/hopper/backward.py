@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -347,6 +348,7 @@ def store_dk_or_dv(acc, accum, out, place, first, shape, HEAD_DIM: gl.constexpr,
     if HAS_SUM:  # load the sum last, because the loop needs the registers
         sum_pointers = tile_pointers(select_head(accum, batch, head), offs, HEAD_DIM, layout)
         acc = acc + gl.load(sum_pointers, mask=inside, other=0.0)
+        tl.debug_barrier()  # accum may be out: all threads must have loaded it
     out_head = select_head(out, batch, head)
     gl.store(tile_pointers(out_head, offs, HEAD_DIM, layout), acc.to(out_head.ptr.dtype.element_ty), mask=inside)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -272,6 +273,7 @@ def store_output(
         carried = gl.load(state_pointers, mask=row_mask, other=0.0)
         acc = acc * gl.convert_layout(new / total / l_safe, by_row)[:, None]
         acc = acc + carried * gl.convert_layout(old / total, by_row)[:, None]
+        tl.debug_barrier()  # state and lse may be updated in place: all threads must have loaded them
     else:
         acc = acc / gl.convert_layout(l_safe, by_row)[:, None]
     gl.store(lse_pointers, new_lse, mask=inside)

@@ -24,7 +24,8 @@ from ringattn.kernels import Tile
 from ringattn.kernels.gpu import MULTIPROCESSOR_SPECS
 
 LISTING = Path(__file__).with_name("forward_sm_90.sass").read_text()
-COMPILED = CompiledKernel(64, 0, 2560, 0, tuple(matrix_loops(LISTING)), arch=90, threads=128)
+LOOPS = tuple(replace(loop, is_serialised=False) for loop in matrix_loops(LISTING))  # products of one wgmma each
+COMPILED = CompiledKernel(64, 0, 2560, 0, LOOPS, arch=90, threads=128)
 VARIANT = KernelVariant("forward", 90, "bf16", 16, 16, Tile(64, 16, 4, 1), "only", full=True, grouped=False)
 WRONG = "serialised wgmma in a loop"
 
@@ -38,7 +39,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the problems of every variant; fill the list to make the gate fail."""
     wrong: list[str] = []
-    monkeypatch.setattr(inspection, "inspect_variant", lambda variant: variant_row(variant, COMPILED, wrong))
+    monkeypatch.setattr(inspection, "inspect_variant", lambda variant, ptxas: variant_row(variant, COMPILED, wrong))
     return wrong
 
 
@@ -65,7 +66,9 @@ def test_gate_fails_if_a_variant_has_problems(problems: list[str]) -> None:
 
 def test_a_kernel_that_does_not_fit_fails_without_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     large = replace(COMPILED, shared=300_000)
-    monkeypatch.setattr(inspection, "compile_variant", lambda variant: (large, ["300000 bytes of shared memory"]))
+    monkeypatch.setattr(
+        inspection, "compile_variant", lambda variant, ptxas: (large, ["300000 bytes of shared memory"])
+    )
     row = inspect_variant(VARIANT)
     assert (row["bound"], row["limiter"], row["blocks"]) == (0.0, "does not fit", 0)
     code, output = run("90:bf16:128:dq:middle:mha:full")

@@ -32,6 +32,7 @@ VARIANT = KernelVariant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
     ("forward", {"tensor_memory": 592}, "592 columns of tensor memory"),
     ("forward", {"loops": ()}, "no loop"),
     ("forward", {"loops": (Loop(16, 0, 16, True),)}, "serialised wgmma"),
+    ("forward", {"hazards": ("A is overwritten by FADD",)}, "1 instructions use registers of wgmma in flight"),
     ("quantize", {"stack": 8}, "8 bytes of local memory"),
     ("quantize", {"flushes_subnormals": True}, "flushed"),
 ])  # fmt: skip
@@ -141,7 +142,8 @@ def bound(*instructions: str, arch: int = 90) -> LoopBound:
     return loop_bound(loop_of(*instructions), WARPS, arch, blocks=1)
 
 
-(LISTED,) = matrix_loops(COUNTED)
+(LISTED_LOOP,) = matrix_loops(COUNTED)
+LISTED = replace(LISTED_LOOP, is_serialised=False)  # its products are one wgmma each, and each needs its wait
 
 
 def test_counts_and_clocks_match_a_hand_count() -> None:
@@ -177,6 +179,8 @@ def test_bound_matches_a_hand_computation() -> None:
     alone = loop_bound(LISTED, WARPS, 90, blocks=1)
     assert alone.percent == pytest.approx(100 * 16 / (64 + 92))
     assert (alone.limiter, alone.ceiling) == ("issue in step", 16.0)
+    serialised = loop_bound(LISTED_LOOP, WARPS, 90, blocks=1)
+    assert (serialised.percent, serialised.limiter) == (0, "serialised wgmma")
 
 
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], R24, gsb0"

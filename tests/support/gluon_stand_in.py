@@ -392,7 +392,8 @@ def language(machine: Machine) -> SimpleNamespace:
         exp2=torch.exp2, log2=torch.log2, convert_layout=lambda x, layout: x,
         allocate_shared_memory=machine.allocate,
         warp_specialize=lambda partitions, warps, registers: machine.specialise(partitions),
-        fence_async_shared=lambda: None, warpgroup_mma=machine.product, warpgroup_mma_wait=machine.drain,
+        fence_async_shared=lambda: None, debug_barrier=lambda: None,
+        warpgroup_mma=machine.product, warpgroup_mma_wait=machine.drain,
         tma=SimpleNamespace(async_load=machine.copy, async_atomic_add=machine.send, store_wait=machine.sent),
         mbarrier=SimpleNamespace(
             MBarrierLayout=lambda: "barrier", init=lambda namespace, count: setattr(namespace, "count", int(count)),

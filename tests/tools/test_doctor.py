@@ -39,6 +39,7 @@ HEALTHY = {
     "libraries": [["/x/libnccl.so.2", "2.29.7"]],
     "no_nccl": "",
     "settings": {},
+    "assembler": [90, [12, 8, 93]],
 }
 
 
@@ -279,6 +280,8 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_versions([HEALTHY, HEALTHY]), OK, "torch 2.13, triton 3.7, driver 580, Python 3.11"),
     (machine.check_versions([HEALTHY, HEALTHY, TORCH_14]), FAIL, "torch ranks 0 and 1: 2.13; rank 2: 2.14"),
     (machine.check_versions([HEALTHY, TRITON_38]), FAIL, "rank 1: 3.8"),
+    (machine.check_assembler([HEALTHY]), OK, "ptxas 12.8.93 for sm_90; before 13.1 it may generate wrong code"),
+    (machine.check_assembler([{**HEALTHY, "assembler": [90, [13, 1, 80]]}]), OK, "ptxas 13.1.80 for sm_90"),
     (machine.check_libraries([HEALTHY, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
     (machine.check_libraries([NO_NCCL], on_gpu=False), SKIPPED, "none is loaded: nothing on a CPU loads it"),
     (machine.check_cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "no transport nccl: rank 1: no CuPy"),

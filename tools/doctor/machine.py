@@ -16,6 +16,7 @@ import torch
 import triton
 
 from ... import __version__
+from ...autotune.assemblers import assembler_version, triton_assembler
 from ...comm.topology import nvml
 from ...comm.topology.nvml import DeviceInfo, pairs_by_link
 from ...comm.topology.topology import Topology
@@ -39,9 +40,17 @@ ONE_LIBRARY_HINT = (
     "keep one: uninstall the nvidia-nccl package that torch does not use, remove the path from LD_LIBRARY_PATH, or "
     "preload the right library with LD_PRELOAD"
 )
+SAFE_ASSEMBLER = (13, 1)
+"""First ptxas that mends the wrong code of ``ASSEMBLER_HINT``."""
+ASSEMBLER_HINT = (
+    "before 13.1 it may generate wrong code for sm_90 "
+    "(https://github.com/fla-org/flash-linear-attention/pull/1262): check your kernels with `ringattn inspect --gate`, "
+    "or set TRITON_PTXAS_PATH to a newer ptxas, such as that of the package nvidia-cuda-nvcc"
+)
 ProcessFacts = dict[str, Any]
 """Facts about one process as JSON: ``versions`` by name, ``libraries`` (path and version of every loaded libnccl),
-``no_nccl`` (the reason why CuPy cannot use NCCL, or ""), ``c_compiler`` (path or "") and ``settings`` (all ``NCCL_*``).
+``no_nccl`` (the reason why CuPy cannot use NCCL, or ""), ``c_compiler`` (path or ""), ``settings`` (all ``NCCL_*``),
+and ``assembler`` (compute capability of the GPU, or 90 without one, and the version of Triton's ptxas for it).
 """
 
 
@@ -61,8 +70,11 @@ def collect_facts() -> ProcessFacts:
     }
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
     libraries = [[str(path), _library_version(path)] for path in loaded_libraries()]
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    arch = 10 * major + minor
     facts = {"versions": versions, "libraries": libraries, "no_nccl": no_nccl, "settings": settings}
-    return facts | {"c_compiler": find_c_compiler()}
+    assembler = [arch, [*assembler_version(triton_assembler(arch))]]
+    return facts | {"c_compiler": find_c_compiler(), "assembler": assembler}
 
 
 def find_c_compiler() -> str:
@@ -89,6 +101,7 @@ def check_machine(everyone: Sequence[ProcessFacts], ring: Topology, *, on_gpu: b
     """Return the findings of all checks that send nothing, from the facts of all ranks."""
     return [
         check_versions(everyone),
+        check_assembler(everyone),
         check_libraries(everyone, on_gpu=on_gpu),
         check_cupy(everyone),
         check_c_compiler(everyone, on_gpu=on_gpu),
@@ -107,6 +120,15 @@ def check_versions(everyone: Sequence[ProcessFacts]) -> Finding:
     listed = wrong or [name for name, values in by_name.items() if any(values)]
     text = ", ".join(f"{name} {text_by_rank(by_name[name])}" for name in listed)
     return Finding("versions", *((FAIL, text, "install the same versions on every host") if wrong else (OK, text)))
+
+
+def check_assembler(everyone: Sequence[ProcessFacts]) -> Finding:
+    """Report the version of the assembler, with a warning if it may miscompile kernels for sm_90."""
+    texts = []
+    for arch, version in (rank_facts["assembler"] for rank_facts in everyone):
+        is_unsafe = arch == 90 and tuple(version) < SAFE_ASSEMBLER
+        texts.append(f"ptxas {'.'.join(map(str, version))} for sm_{arch}{f'; {ASSEMBLER_HINT}' if is_unsafe else ''}")
+    return Finding("assembler", OK, text_by_rank(texts))
 
 
 def check_libraries(everyone: Sequence[ProcessFacts], *, on_gpu: bool) -> Finding:
