@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -151,9 +151,10 @@ def forward_backward(attend: Callable[..., Any], inputs: Sequence[Tensor], *grad
 def backend_refusal(backend: str, problem: AttentionConfig, device: torch.device) -> str | None:
     """Return why a backend does not compute a problem here, found by a small call on one rank, or None."""
     small = replace(problem, seqlen=PROBE_TOKENS, world=1, batch=1)
-    *leaves, dout = (x.requires_grad_() for x in small.random_shard(0, device))
+    *qkv, dout = small.random_shard(0, device)
+    attend: Any = partial(ring_attention, group=single_rank(), causal=problem.causal, backend=backend)
     try:
-        ring_attention(*leaves, group=single_rank(), causal=problem.causal, backend=backend).backward(dout)
+        forward_backward(attend, tuple(qkv), dout)
     except torch.AcceleratorError:
         raise  # the device is unusable
     except Exception as refused:

@@ -91,7 +91,8 @@ def _add_rectangles(
 def _operator_backward(
     given: tuple[Tensor, ...], lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = CPU_OPERATOR.backward(*given, lse, causal=causal, scale=scale)
+    dout, q, k, v, out = given
+    dq, dk, dv = CPU_OPERATOR.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
     return dq, dk, dv
 
 

@@ -6,6 +6,8 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from inspect import Parameter, Signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn import Layout, Supports, ring_attention
 from ringattn.kernels import PLAIN
+from ringattn.ring import loop
 from ringattn.ring.cpu import aten
 from ringattn.ring.cpu.aten import CPU_OPERATOR
 from ringattn.ring.local import gpu_operators, rectangles
@@ -103,66 +106,77 @@ def differentiate(
     return CPU_OPERATOR.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
 
 
-class FlashAttention3:
-    """Entries of ``flash_attn_interface``, with their published arguments (Dao-AILab/flash-attention, 2026-08)."""
+def published(compute: Callable[..., Any], names: str) -> Callable[..., Any]:
+    """Return an entry that takes these arguments, by position or by name, and passes them to ``compute``."""
+    kind, default = Parameter.POSITIONAL_OR_KEYWORD, {"causal": False, "is_causal": False, "deterministic": False}
+    signature = Signature([Parameter(name, kind, default=default.get(name)) for name in names.split()])
 
-    @staticmethod
-    def flash_attn_func(
-        q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-        sm_margin=0, return_attn_probs=False,
-    ):  # fmt: skip
-        out, lse = attend(q, k, v, causal, softmax_scale)
-        return (out, lse) if return_attn_probs else out
+    def entry(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        return compute(**given.arguments)
 
-    @staticmethod
-    def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
-    ):  # fmt: skip
-        assert [cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k] == [None] * 6
-        grads = differentiate(dout, q, k, v, out, softmax_lse, is_causal, softmax_scale)
-        for into, grad in zip((dq, dk, dv), grads, strict=True):
-            into.copy_(grad)
-        return softmax_lse
+    return entry
 
 
-class FlashAttention4:
-    """Entries of ``flash_attn.cute.interface``, likewise."""
-
-    @staticmethod
-    def flash_attn_func(
-        q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),
-        learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None,
-        score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None,
-        block_sparse_tensors_bwd=None, return_lse=False,
-    ):  # fmt: skip
-        out, lse = attend(q, k, v, causal, softmax_scale)
-        return out, lse if return_lse else None
-
-    @staticmethod
-    def _flash_attn_bwd(
-        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-        window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2,
-        num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2,
-        AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None,
-        score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
-        learnable_sink=None,
-    ):  # fmt: skip
-        return differentiate(dout, q, k, v, out, lse, causal, softmax_scale)
+def forward_3(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+    results = attend(q, k, v, given["causal"], given["softmax_scale"])
+    return results if given["return_attn_probs"] else results[0]
 
 
+def backward_3(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, **given: Any) -> Tensor:
+    assert not any(given[name] is not None for name in given if "seq" in name)
+    assert given["deterministic"] == torch.are_deterministic_algorithms_enabled()
+    grads = differentiate(dout, q, k, v, out, softmax_lse, given["is_causal"], given["softmax_scale"])
+    for into, grad in zip((given["dq"], given["dk"], given["dv"]), grads, strict=True):
+        into.copy_(grad)
+    return softmax_lse
+
+
+def forward_4(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+    out, lse = attend(q, k, v, given["causal"], given["softmax_scale"])
+    return out, lse if given["return_lse"] else None
+
+
+def backward_4(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, **given: Any
+) -> tuple[Tensor, ...]:
+    assert given["deterministic"] == torch.are_deterministic_algorithms_enabled()
+    return differentiate(dout, q, k, v, out, lse, given["causal"], given["softmax_scale"])
+
+
+# The arguments published in Dao-AILab/flash-attention at 0251105a (2026-08-15).
+PUBLISHED = {
+    "fa3": {
+        "flash_attn_func": published(forward_3, """
+            q k v softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap num_splits
+            pack_gqa deterministic sm_margin return_attn_probs"""),
+        "_flash_attn_backward": published(backward_3, """
+            dout q k v out softmax_lse cu_seqlens_q cu_seqlens_k sequed_q sequed_k max_seqlen_q max_seqlen_k dq dk dv
+            softmax_scale is_causal window_size_left window_size_right softcap deterministic sm_margin"""),
+    },
+    "fa4": {
+        "flash_attn_func": published(forward_4, """
+            q k v qv gather_kv_indices softmax_scale causal window_size learnable_sink softcap num_splits pack_gqa
+            deterministic score_mod score_mod_bwd mask_mod aux_tensors aux_scalars block_sparse_tensors
+            block_sparse_tensors_bwd return_lse"""),
+        "_flash_attn_bwd": published(backward_4, """
+            q k v out dout lse softmax_scale causal softcap window_size_left window_size_right m_block_size n_block_size
+            num_threads pack_gqa num_stages_Q num_stages_dO SdP_swapAB dKV_swapAB dQ_swapAB AtomLayoutMSdP
+            AtomLayoutNdKV AtomLayoutMdQ V_in_regs cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q
+            max_seqlen_k deterministic dq dk dv score_mod score_mod_bwd mask_mod aux_tensors aux_scalars
+            block_sparse_tensors dlse learnable_sink"""),
+    },
+}  # fmt: skip
 MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Tensor, Tensor], Any] | None = None) -> None:
     """Install a stand-in for FlashAttention-3 or 4 whose forward results go through ``change``."""
-    module: Any = type("module", (FlashAttention3 if name == "fa3" else FlashAttention4,), {})
+    module = SimpleNamespace(**PUBLISHED[name])
     if change is not None:
         original = module.flash_attn_func
-        module.flash_attn_func = staticmethod(lambda *args, **options: change(*original(*args, **options)))
+        module.flash_attn_func = lambda *args, **options: change(*original(*args, **options))
     for parent in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, parent, module)
     monkeypatch.setitem(sys.modules, MODULES[name], module)
@@ -172,6 +186,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Tensor
 @pytest.mark.parametrize("name", MODULES)
 def test_flash_attention_is_exact_in_a_ring(name: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, name)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: dims == (16, 16))
     operator = BACKENDS[name].operator
     kernel = on_cpu(
         Operator(operator.forward_call, operator.backward_call, has_one_dim=True), load=BACKENDS[name]._load
@@ -204,7 +219,7 @@ def test_cpu_tensors_are_refused_before_anything_is_sent(name: str, monkeypatch:
 def test_a_missing_package_is_named_before_anything_is_sent(
     name: str, install: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, MODULES[name], None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, MODULES[name], None)
     with nothing_sent(monkeypatch):
         kernel = on_cpu(BACKENDS[name].operator, load=BACKENDS[name]._load)
         refusals(kernel, ImportError, f"{MODULES[name]} cannot be imported .*{install}")
@@ -267,6 +282,25 @@ def test_columns_of_an_lse_gradient_count_as_head_dim() -> None:
         kernel.check_dlse(narrow, narrow)
         with pytest.raises(ValueError, match="64 of v with 2 more columns for the gradient through lse"):
             kernel.check_dlse(wide, wide)
+
+
+def test_an_lse_gradient_is_checked_before_the_backward_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("no room for lse")
+
+    monkeypatch.setattr(OperatorAttention, "check_dlse", refuse)
+    monkeypatch.setattr(loop, "backward", lambda *_: pytest.fail("the backward has begun"))
+    refusals(on_cpu(CPU_OPERATOR), ValueError, "no room for lse", return_lse=True)
+
+
+def test_unaligned_tensors_are_copied() -> None:
+    operator, whole = Operator(attend, differentiate), torch.randn(5, 2, 6, 4, 20)
+    for unaligned in (whole[..., 3:19], whole.as_strided((5, 2, 6, 4, 16), (960, 480, 68, 17, 1))):
+        aligned = unaligned.contiguous()
+        results = operator.forward(*unaligned[:3], causal=True, scale=0.25)
+        assert all(map(torch.equal, results, operator.forward(*aligned[:3], causal=True, scale=0.25)))
+        grads = operator.backward(*unaligned[:4], *results, causal=True, scale=0.25)
+        assert all(map(torch.equal, grads, operator.backward(*aligned[:4], *results, causal=True, scale=0.25)))
 
 
 def test_one_key_or_one_row_goes_to_the_other_operator() -> None:
