@@ -36,6 +36,7 @@ from .backends import (
 from .mesh import Rings, resolve_mesh_rings
 from .prepare import Call, check_tensors, prepare_call
 from .ring import Ring, resolve_ring
+from .warm_up import compile_kernels
 
 NO_SECOND_DERIVATIVE = "ring_attention has no second derivative: do not differentiate its gradients"
 NAMESPACE = __package__.rpartition(".")[0].replace(".", "__")  # a renamed copy of the package gets its own ops
@@ -158,14 +159,10 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
         if call.rows is not None:
             q, k, v = call.rows.pack(q), call.rows.pack_keys(k), call.rows.pack_keys(v)
         with call.ring.call(call.plan, "forward", q, k, call.scores) as running:
-            backends = forward_backends(
-                call.backend,
-                running.chunks,
-                q,
-                softmax_scale=call.softmax_scale,
-                config=call.config,
-                start=None if call.sink is None else sink_state(call.sink, q, v.shape[3]),
-            )
+            start = None if call.sink is None else sink_state(call.sink, q, v.shape[3])
+            compile_kernels(call, running, q, k, v, start)
+            options = {"softmax_scale": call.softmax_scale, "config": call.config}
+            backends = forward_backends(call.backend, running.chunks, q, **options, start=start)
             loop.forward(running, backends, k, v)
         out, lse = forward_result(call.backend, backends, running.chunks, q, v)
         if call.rows is not None:
@@ -227,6 +224,7 @@ def run_backward(
             k, v = rows.pack_keys(k), rows.pack_keys(v)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         with call.ring.call(call.plan, "backward", q, k, call.scores) as running:
+            compile_kernels(call, running, q, k, v, None)
             inputs, scale = (dout, q, out, lse, dlse), call.softmax_scale
             backends = backward_backends(call.backend, running.chunks, *inputs, softmax_scale=scale, config=call.config)
             loop.backward(running, backends, k, v, (dk, dv))

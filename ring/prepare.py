@@ -62,6 +62,7 @@ class Call:
     has_drawn_seed: bool = False  # True if every rank has drawn a ``dropout_seed``; rank 0's counts
     number: int | None = None  # number of the forward among the calls of the ring
     exchange_number: int = 0  # number of the forward among the calls of the Ulysses ring
+    has_backward: bool = False  # False in a graph, which does not know
     softmax_scale: float = field(init=False)
     backend: LocalAttention = field(init=False)
     config: KernelConfig | None = field(init=False)
@@ -117,9 +118,9 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"and {FIRST_HEAD_LIMIT - q.shape[2]}, so that the last head of every rank stays below 2^31"
         )
     gradient = call.compared_fields.get("gradient")
-    has_backward = bool(gradient[-1] if isinstance(gradient, tuple) else gradient)
+    call.has_backward = bool(gradient[-1] if isinstance(gradient, tuple) else gradient)
     check_kernel_features(
-        call.backend, q, v, call.mask, call.scores, args, has_backward=has_backward, by_row=rows is not None
+        call.backend, q, v, call.mask, call.scores, args, has_backward=call.has_backward, by_row=rows is not None
     )
     if call.number is None:
         compare_call(call, q, k, v, fields_of_rows)
