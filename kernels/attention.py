@@ -149,7 +149,7 @@ class BackwardLauncher(QueryLauncher):
             )  # fmt: skip
 
     def _output_arg(self, plan: LaunchPlan, v: Tensor, out: Pair, accum: Pair) -> Callable[[Tensor], Any]:
-        """Return the function that turns a dK or dV tensor into a kernel argument: strides or a TMA descriptor."""
+        """Return the function that makes a kernel argument of dK or dV: a `StridedTensor` or a TMA descriptor."""
         if not has_descriptor_epilogue(plan.config):
             return strided_tensor
         try:
@@ -327,7 +327,7 @@ def attention_backward(
         ValueError: If an argument does not fit. The message names the argument, its value and what is allowed.
     """
     if (dk is None) != (dv is None):
-        raise ValueError("dk and dv: pass both accumulators, or neither")
+        raise ValueError("only one of dk and dv is given: pass both accumulators, or neither")
     check_qkv(q, k, v)
     check_config(config, q, v)
     check_like("out", out, (*q.shape[:3], v.shape[3]), None, q.device)

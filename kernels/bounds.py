@@ -42,7 +42,7 @@ class BlockSparseIndex:
         check_tensor("visible", self.visible, may_be_meta=True)
         if self.visible.dtype != torch.bool or self.visible.dim() != 2:
             got = f"{self.visible.dtype} {list(self.visible.shape)}"
-            raise ValueError(f"visible is {got}: it must be bool [query blocks, key blocks]")
+            raise ValueError(f"visible is {got}: it must be a bool tensor of shape [query blocks, key blocks]")
         if not is_real(self.block, Integral) or self.block < 1:
             raise ValueError(f"block is {self.block!r}: it must be a whole number of at least 1")
 
@@ -113,7 +113,7 @@ class Bounds:
 
     @property
     def is_full(self) -> bool:
-        """True without ``lo`` and ``hi``, which compiles the interval mask away."""
+        """True if ``lo`` and ``hi`` are None. Kernels are then compiled without the interval mask."""
         return self.lo is None
 
     @property
@@ -166,7 +166,9 @@ class Bounds:
             check_tensor(f"bounds.{name}", vector, may_be_meta=True)
             if vector.dtype != torch.int32 or vector.shape != (length,) or vector.device != device:
                 got = f"{vector.dtype} {list(vector.shape)} on {vector.device}"
-                raise ValueError(f"bounds.{name} is {got}: it must be int32 [{length}] on {device}, one per {unit}")
+                raise ValueError(
+                    f"bounds.{name} is {got}: it must be int32 of shape [{length}] on {device}, one per {unit}"
+                )
             if not vector.is_contiguous():
                 raise ValueError(f"bounds.{name} has stride {vector.stride()}: it must be contiguous")
         if self.block_sparse is not None:
@@ -177,7 +179,7 @@ class Bounds:
         if list(index.visible.shape) != blocks:
             raise ValueError(
                 f"bounds.block_sparse has {list(index.visible.shape)} blocks: for {rows} queries and {columns} keys in "
-                f"blocks of {index.block} it must have {blocks}"
+                f"blocks of {index.block} positions it must have {blocks}"
             )
         if index.device != device:
             raise ValueError(f"bounds.block_sparse is on {index.device}: it must be on {device}")
@@ -188,7 +190,7 @@ FULL = Bounds(None, None)
 
 
 def tile_range(lo_first: int, lo_last: int, hi_first: int, hi_last: int, block: int) -> TileRange:
-    """Return the tiles that a block of rows visits, from the bounds of its first and its last row.
+    """Return the tiles of ``block`` keys that a block of rows visits, from the bounds of its first and its last row.
 
     If no tile is visible to all rows, all tiles are in the tail. The jit mirror is ``device.tiles.load_tile_range``.
     """

@@ -23,7 +23,7 @@ MIN_SCALE = 1e-30
 """Smallest softmax scale. Below it, scores and gradients leave the range of fp32."""
 MIN_SOFTCAP = 1e-8
 """Smallest softcap. Below it, scale / cap leaves the range of fp32, and all weights would be equal anyway."""
-TRANSPOSE_HINT = "; if your tensors are [B, H, S, D], pass .transpose(1, 2) of q, k and v"
+TRANSPOSE_HINT = ". If your tensors are [B, H, S, D], pass .transpose(1, 2) of q, k and v."
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores, scale: float | None) -> float:
@@ -47,20 +47,20 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_qkv_tensor(name, x)
         if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype}, q is {q.dtype}: they must have the same dtype")
+            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must have the same dtype")
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q on {q.device}: they must be on the same device")
+            raise ValueError(f"{name} is on {x.device} and q is on {q.device}: they must be on the same device")
         if x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has batch size {x.shape[0]}, q has {q.shape[0]}: they must be equal")
+            raise ValueError(f"{name} has batch size {x.shape[0]} and q has {q.shape[0]}: they must be equal")
     if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k has head dim {k.shape[3]}, q has {q.shape[3]}: they must be equal")
+        raise ValueError(f"k has head dim {k.shape[3]} and q has {q.shape[3]}: they must be equal")
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v is {list(v.shape)}, k is {list(k.shape)}: batch, length and heads must be equal")
+        raise ValueError(f"v has shape {list(v.shape)} and k has {list(k.shape)}: all but the head dim must be equal")
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
         swapped = k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
-            f"k has {kv_heads} heads, q has {heads}: the heads of q must be a multiple of the heads of k"
+            f"k has {kv_heads} heads and q has {heads}: the heads of q must be a multiple of the heads of k"
             f"{TRANSPOSE_HINT if swapped else ''}"
         )
 
@@ -71,10 +71,13 @@ def is_real(value: object, kind: type = Real) -> bool:
 
 
 def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
-    """Raise ValueError if an argument is not a dense tensor with values; the message says what to pass."""
+    """Raise ValueError if an argument is not a dense tensor, or has no values (meta or fake).
+
+    ``may_be_meta`` accepts tensors without values.
+    """
     if not isinstance(x, Tensor):
-        hint = f"; pass torch.from_numpy({name})" if type(x).__module__ == "numpy" else ""
-        raise ValueError(f"{name} is {x if x is None else type(x)}: it must be a torch.Tensor{hint}")
+        hint = f". Pass torch.from_numpy({name})." if type(x).__module__ == "numpy" else ""
+        raise ValueError(f"{name} is {x if x is None else type(x).__name__}: it must be a torch.Tensor{hint}")
     check_not_dtensor(name, x)
     if not may_be_meta and ((x.is_meta and compile_target() is None) or hasattr(x, "fake_mode")):
         raise ValueError(
@@ -88,7 +91,7 @@ def check_not_dtensor(name: str, x: object) -> None:
     """Raise ValueError if an argument is a DTensor."""
     kind = type(x)  # torch.compile can trace type(x)
     if kind is not Tensor and hasattr(kind, "to_local"):
-        raise ValueError(f"{name} is a {kind.__name__}: it must be this rank's own tensor; pass {name}.to_local()")
+        raise ValueError(f"{name} is a {kind.__name__}: it must be this rank's own tensor. Pass {name}.to_local().")
 
 
 def check_qkv_tensor(name: str, x: Tensor) -> None:
@@ -97,7 +100,7 @@ def check_qkv_tensor(name: str, x: Tensor) -> None:
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} is {x.dtype}: it must be float16, bfloat16 or float32")
     if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(f"{name} has head dim {x.shape[3]}: it must be 1 to {MAX_HEAD_DIM}")
+        raise ValueError(f"{name} has head dim {x.shape[3]}: it must be between 1 and {MAX_HEAD_DIM}")
     check_unit_stride(name, x)
 
 
@@ -112,10 +115,11 @@ def check_unit_stride(name: str, x: Tensor) -> None:
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
+    """Return the softmax scale, ``1 / sqrt(head_dim)`` for None, or raise ValueError if it is out of range."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if not is_real(scale) or not MIN_SCALE <= scale <= MAX_SCALE:
-        raise ValueError(f"softmax_scale is {scale!r}: it must be a number from 1e-30 to 1e30, or None: 1/sqrt(D)")
+        raise ValueError(f"softmax_scale is {scale!r}: it must be a number from 1e-30 to 1e30, or None for 1/sqrt(D)")
     return float(scale)
 
 
@@ -143,7 +147,11 @@ def check_like(
 def resolve_grad_output(
     out_name: str, out: Tensor | None, accum_name: str, accum: Tensor | None, like: Tensor
 ) -> Tensor:
-    """Return the tensor for a gradient, ``out`` or a new one like ``like``; check ``out`` and ``accum``."""
+    """Return the tensor to write the gradient of ``like`` to: ``out`` or a new one.
+
+    Raises:
+        ValueError: If ``out``, or the fp32 accumulator ``accum``, does not fit ``like``.
+    """
     if accum is not None:
         check_like(accum_name, accum, tuple(like.shape), torch.float32, like.device)
     if out is None:
@@ -155,7 +163,7 @@ def resolve_grad_output(
 def resolve_dkdv_output(
     out: tuple[Tensor, Tensor] | None, accum: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the tensors for dK and dV, from ``out`` or new; check ``out`` and ``accum``."""
+    """Return the tensors to write dK and dV to: ``out`` or new ones; see :func:`resolve_grad_output`."""
     (dk, dv), (dk_accum, dv_accum) = out or (None, None), accum or (None, None)
     return resolve_grad_output("out[0]", dk, "accum[0]", dk_accum, k), resolve_grad_output(
         "out[1]", dv, "accum[1]", dv_accum, v

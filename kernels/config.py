@@ -65,8 +65,7 @@ class KernelConfig:
             first, of as many heads as fit into half of L2.
         persistent: Launch only as many programs as fit on the GPU at once; each takes tile after tile.
         sm_margin: Multiprocessors that a persistent kernel leaves to a concurrent transfer. None:
-        ``order.DEFAULT_SM_MARGIN``, or
-            half of a small GPU.
+            ``tile_schedule.DEFAULT_SM_MARGIN``, but at most half of the GPU.
         pack_gqa: In the forward and dQ, the rows of a tile are positions times the query heads of one key head, so that
             K and V are read once for all of these heads.
         dkdv_epilogue: "pointers" or "descriptors". With descriptors, TMA stores dK and dV of the two-pass backward.
@@ -97,14 +96,14 @@ class KernelConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be True or False")
         if self.single_pass is not None and self.backward == "two_pass":
             raise ValueError(
-                f"single_pass is {self.single_pass} with backward='two_pass', which ignores it: pass "
-                "backward='single_pass' or 'single_pass_deterministic', or no tile"
+                f"single_pass is {self.single_pass}, but backward is 'two_pass'. Pass backward='single_pass' or "
+                "'single_pass_deterministic', or omit single_pass."
             )
         for name, default in (("dkdv_splits", 1), ("dkdv_epilogue", "pointers")):
             if getattr(self, name) != default and self.backward != "two_pass":
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r} with backward={self.backward!r}: it applies only to "
-                    f"'two_pass'; pass {default!r}"
+                    f"{name} is {getattr(self, name)!r} with backward={self.backward!r}: it needs 'two_pass'. "
+                    f"Pass {name}={default!r}."
                 )
         if self.dkdv_splits != AUTO and not is_int_at_least(self.dkdv_splits, 1):
             raise ValueError(
@@ -118,7 +117,7 @@ class KernelConfig:
         if self.forward_kernel == "hopper" and (self.order, self.persistent, self.pack_gqa) != ("heads", False, False):
             raise ValueError(
                 f"order is {self.order!r}, persistent {self.persistent} and pack_gqa {self.pack_gqa}: "
-                "forward_kernel='hopper' supports only 'heads', False and False"
+                "forward_kernel='hopper' needs order='heads', persistent=False and pack_gqa=False"
             )
 
 

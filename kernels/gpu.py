@@ -73,7 +73,7 @@ MULTIPROCESSOR_SPECS = {
     100: MultiprocessorSpec(4096, 128, 64, 128, _ASSUMED_L2, 64, 32, 228 << 10, 227 << 10),
     120: MultiprocessorSpec(512, 128, 128, 64, _ASSUMED_L2, 48, 24, 100 << 10, 99 << 10),
 }
-"""By compute capability without the dot (90 is 9.0)."""
+"""Specification by compute capability without the dot (90 is 9.0)."""
 
 ARCHS = tuple(MULTIPROCESSOR_SPECS)
 """Compute capabilities that kernels are compiled, tuned and exported for."""
@@ -86,7 +86,7 @@ SMALLEST_L2 = 6 << 20
 
 
 class GpuSpec(NamedTuple):
-    """GPU model, GPU of a device, or any GPU of a compute capability, whose ``name`` is then ``sm_90``."""
+    """Facts about a GPU, or about any GPU of a compute capability; ``name`` is then like ``sm_90``."""
 
     name: str
     arch: int  # compute capability without the dot
@@ -98,6 +98,7 @@ class GpuSpec(NamedTuple):
 
 
 def _model(name: str, arch: int, multiprocessors: int, tflops: float, tbytes: float, gbytes: float) -> GpuSpec:
+    """Return the facts of a data sheet: tensor TFLOP/s, memory bandwidth in TB/s and memory in GB."""
     return GpuSpec(name, arch, multiprocessors, L2_BYTES[arch], gbytes * 1e9, tbytes * 1e12, tflops * 1e12)
 
 
@@ -120,14 +121,20 @@ INTERPRETER_GPU = GpuSpec("CPU", 0, 20, SMALLEST_L2)
 
 
 def shared_limit(arch: int) -> int:
-    """Return how many bytes of shared memory one block may take; for an unknown capability the largest limit."""
+    """Return how many bytes of shared memory a thread block may use.
+
+    For an unknown compute capability the result is the largest limit of the known ones.
+    """
     if arch in MULTIPROCESSOR_SPECS:
         return MULTIPROCESSOR_SPECS[arch].shared_per_block
     return max(spec.shared_per_block for spec in MULTIPROCESSOR_SPECS.values())
 
 
 def assumed_gpu(arch: int, name: str | None = None) -> GpuSpec:
-    """Return the assumed facts of a GPU that is not present: as many multiprocessors as an H100."""
+    """Return assumed facts of a GPU that is not present, with as many multiprocessors as an H100.
+
+    ``name`` is ``sm_ARCH`` by default.
+    """
     multiprocessors = GPU_MODELS["h100"].multiprocessors
     return GpuSpec(name or f"sm_{arch}", arch, multiprocessors, L2_BYTES.get(arch, SMALLEST_L2))
 

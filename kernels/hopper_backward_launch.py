@@ -27,7 +27,7 @@ BACKWARD_ERROR_PREFIX = "backward='hopper' supports"
 
 
 def default_backward_tile(head_dim: int) -> Tile:
-    """Return the tile with two slots each of Q and dO, in which each of two consumers computes 64 x 64 of dQ."""
+    """Return the default tile for ``head_dim``, in which each of the two consumers computes 64 x 64 of dQ per step."""
     return Tile(CONSUMERS * CONSUMER_ROWS * CONSUMER_ROWS // head_dim, CONSUMERS * CONSUMER_ROWS, 4 * CONSUMERS, 2)
 
 
@@ -64,8 +64,8 @@ def check_backward_tile(head_dim: int, tile: Tile) -> None:
     if (tile.block_q, tile.block_k, tile.num_warps) != (default.block_q, default.block_k, default.num_warps):
         raise ValueError(
             f"config.single_pass has {tile.block_q} queries, {tile.block_k} keys and {tile.num_warps} warps: "
-            f"{BACKWARD_ERROR_PREFIX} "
-            f"{default.block_q} queries at head dim {head_dim}, {default.block_k} keys and {default.num_warps} warps"
+            f"{BACKWARD_ERROR_PREFIX} {default.block_q} queries at head dim {head_dim}, {default.block_k} keys and "
+            f"{default.num_warps} warps"
         )
     check_shared_bytes("config.single_pass", head_dim, backward_shared_bytes(head_dim, tile), "stages")
 

@@ -73,16 +73,19 @@ def check_hopper_inputs(
         )
     if not scores.is_plain:
         raise ValueError(
-            f"scores have a softcap, ALiBi slopes or dropout: {error_prefix} only plain scores; use {fallback}"
+            f"scores have a softcap, ALiBi slopes or dropout: {error_prefix} only plain scores. Use {fallback}."
         )
 
 
 def check_shared_bytes(field: str, head_dim: int, nbytes: int, remedy: str) -> None:
-    """Raise ValueError if a tile and 1 KiB of barriers do not fit the shared memory of a block."""
+    """Raise ValueError if ``nbytes`` of tiles and 1 KiB of barriers do not fit the shared memory of a block.
+
+    ``field`` is the field of the config with the tile, and ``remedy`` says what to reduce, for the message.
+    """
     if (needed := nbytes + 1024) > (limit := shared_limit(HOPPER_CAPABILITY)):
         raise ValueError(
-            f"{field} needs {needed} bytes of shared memory at head dim {head_dim}, sm_{HOPPER_CAPABILITY} has "
-            f"{limit}: use fewer {remedy}"
+            f"{field} needs {needed:,} bytes of shared memory at head dim {head_dim}, but sm_{HOPPER_CAPABILITY} "
+            f"allows {limit:,} per block. Use fewer {remedy}."
         )
 
 
@@ -106,14 +109,12 @@ def check_forward_tile(head_dim: int, tile: Tile) -> None:
     if tile.block_q != CONSUMERS * CONSUMER_ROWS or tile.num_warps != 4 * CONSUMERS:
         raise ValueError(
             f"config.forward has {tile.block_q} rows and {tile.num_warps} warps: {FORWARD_ERROR_PREFIX} "
-            f"{CONSUMERS * CONSUMER_ROWS} rows and "
-            f"{4 * CONSUMERS} warps"
+            f"{CONSUMERS * CONSUMER_ROWS} rows and {4 * CONSUMERS} warps"
         )
     if tile.block_k not in (64, 128) or tile.num_stages < MIN_SLOTS:
         raise ValueError(
             f"config.forward has {tile.block_k} keys and {tile.num_stages} stages: {FORWARD_ERROR_PREFIX} 64 or 128 "
-            "keys and at least "
-            f"{MIN_SLOTS} stages"
+            f"keys and at least {MIN_SLOTS} stages"
         )
     check_shared_bytes("config.forward", head_dim, forward_shared_bytes(head_dim, tile), "keys or stages")
 

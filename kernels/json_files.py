@@ -102,7 +102,7 @@ _hints = cache(get_type_hints)
 
 
 def _is_a(hint: Any, value: Any) -> bool:
-    """Return True if a value has the annotated type; a bool is no number, and numbers must not be huge."""
+    """Return True if a value has the annotated type. Bools and huge numbers do not count as numbers."""
     if isinstance(hint, UnionType):
         return any(_is_a(member, value) for member in get_args(hint))
     if hint is float:

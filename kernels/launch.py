@@ -61,8 +61,8 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         except OutOfResources as error:
             options_text = ", ".join(f"{name}={value}" for name, value in options.items())
             raise ValueError(
-                f"{kernel.__name__} with {options_text} needs {error.required:,} of {error.name}, this GPU has "
-                f"{error.limit:,}: use a smaller BLOCK_Q or BLOCK_K, or fewer num_stages"
+                f"{kernel.__name__} with {options_text} needs {error.required:,} of {error.name}, but this GPU has "
+                f"{error.limit:,}. Use a smaller BLOCK_Q or BLOCK_K, or fewer num_stages."
             ) from error
 
 
@@ -70,13 +70,13 @@ def check_cpu(args: Sequence[Any], kernel: Any = dot) -> None:
     """Raise NotImplementedError for CPU tensors without Triton's interpreter, or in bfloat16."""
     if isinstance(kernel, JITFunction):
         raise NotImplementedError(
-            "tensors are on the CPU, where Triton kernels need Triton's interpreter: set TRITON_INTERPRET=1 before "
+            "tensors are on the CPU, where Triton kernels need Triton's interpreter. Set TRITON_INTERPRET=1 before "
             "triton is imported (slow, for tests), or use the aten backend of ring_attention."
         )
     pointers = (getattr(x, "ptr", x) for x in args)
     if isinstance(kernel, type(dot)) and any(getattr(x, "dtype", None) == torch.bfloat16 for x in pointers):
         raise NotImplementedError(
-            "tensors are torch.bfloat16 on the CPU, which Triton's interpreter cannot multiply: use float16, float32 "
+            "tensors are torch.bfloat16 on the CPU, which Triton's interpreter cannot multiply. Use float16, float32 "
             "or the aten backend of ring_attention."
         )
 
@@ -87,11 +87,13 @@ def grid_size(rows: int, block: int, x: Tensor) -> int:
 
 
 def strided_tensor(x: Tensor) -> StridedTensor:
+    """Return the kernel argument for ``x [B, S, H, D]``."""
     batch, row, head, _ = x.stride()
     return StridedTensor(x, batch, row, head)
 
 
 def mask_interval(bounds: Bounds) -> MaskInterval:
+    """Return the kernel argument for ``bounds``."""
     index = bounds.block_sparse
     ranges = None if index is None else BlockSparseRanges(*index.ranges, index.block)
     return MaskInterval(bounds.lo, bounds.hi, bounds.seqused_k, ranges)
@@ -142,10 +144,12 @@ def empty_split_sums(like: Tensor, splits: int) -> Tensor:
 
 
 def head_dims(q: Tensor, v: Tensor) -> dict[str, int]:
+    """Return the head dims of q and v as options of a kernel."""
     return {"HEAD_DIM": q.shape[3], "HEAD_DIM_V": v.shape[3]}
 
 
 def tile_options(tile: Tile) -> dict[str, int]:
+    """Return a tile as options of a kernel."""
     return {
         "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k,
@@ -171,7 +175,7 @@ def check_descriptor_support(q: Tensor, v: Tensor) -> None:
         if not is_tma_head_dim(head_dim):
             raise ValueError(
                 f"{name} has head dim {head_dim}: {DESCRIPTOR_ERROR_PREFIX} powers of two of at least "
-                f"{MIN_TILE_SIDE}; use 'pointers'"
+                f"{MIN_TILE_SIDE}. Use 'pointers'."
             )
 
 
@@ -184,8 +188,7 @@ def check_tma_alignment(error_prefix: str, **tensors: Tensor | None) -> None:
         if x is not None and not is_tma_aligned(x):
             raise ValueError(
                 f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {error_prefix} an address and positive "
-                "strides that "
-                f"are multiples of {ALIGNMENT} bytes, {ALIGNMENT // x.element_size()} elements"
+                f"strides that are multiples of {ALIGNMENT} bytes, {ALIGNMENT // x.element_size()} elements"
             )
 
 
@@ -224,7 +227,7 @@ def tma_strides(x: Tensor) -> list[int]:
 
 
 class DescriptorCache:
-    """Cache of TMA descriptors: of the queries, and of the slots that receive K and V again and again."""
+    """Cache of TMA descriptors by tensor, because many launches use the same queries and the same slots of K and V."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int, int | None], tuple[object, Tensor]] = {}
@@ -252,6 +255,7 @@ def gluon_descriptor(x: Tensor, rows: int, columns: int | None = None) -> object
 
 @cache
 def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """Return the layout in shared memory of a tile of ``rows`` rows and ``columns`` columns."""
     from triton.experimental.gluon import language as gl
 
     dtypes = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}

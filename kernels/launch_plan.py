@@ -78,6 +78,7 @@ def _resolve_default_tile(
     kernel: str, q: Tensor, v: Tensor, full: bool, config_dir: str | os.PathLike[str] | None = None,
     estimated: bool = False,
 ) -> Tile:  # fmt: skip
+    """Return the tuned tile of ``kernel``, or the built-in tile if no table has one."""
     gpu = gpu_specs(q.device)
     tuned_tile = (
         None
@@ -88,6 +89,7 @@ def _resolve_default_tile(
 
 
 def _find_tuned_tile(tiles: TunedTiles, kernel: str, q: Tensor, v: Tensor, full: bool) -> Tile | None:
+    """Return the tuned tile for the shapes of q and v; ``full`` is True for launches without bounds."""
     heads, head_dim = q.shape[2:]
     _, length, kv_heads, head_dim_v = v.shape
     return tiles.tile((kernel, q.dtype, head_dim, head_dim_v, heads // max(kv_heads, 1), full), length)
@@ -103,7 +105,7 @@ def _built_in_tile(kernel: str, q: Tensor, v: Tensor) -> Tile:
     if tile is None:
         raise ValueError(
             f"head dim {head_dim} has no default tile for a single-pass backward on this GPU: defaults go up to "
-            f"{MAX_SINGLE_PASS_HEAD_DIM}; pass config.single_pass=Tile(...), or backward='two_pass'"
+            f"{MAX_SINGLE_PASS_HEAD_DIM}. Pass config.single_pass=Tile(...), or backward='two_pass'."
         )
     return tile
 
@@ -120,6 +122,7 @@ def resolve_config(config: KernelConfig | None, tile: Tile, q: Tensor, k: Tensor
 
 @lru_cache(maxsize=256)
 def _tuned_config(tile: TunedTile, group: int, device: torch.device) -> KernelConfig:
+    """Return the options of a tuned tile that suit ``group`` query heads per key head and the GPU."""
     options: dict[str, Any] = tuned_options(tile)
     if group % options.get("dkdv_splits", 1):
         del options["dkdv_splits"]
@@ -148,7 +151,7 @@ def _single_pass_config(tile: Tile) -> KernelConfig:
 
 
 def tile_criteria(bounds: Bounds, scores: Scores) -> dict[str, Any]:
-    """Return the arguments of :func:`resolve_tile` that depend on bounds and scores."""
+    """Return the arguments ``block``, ``full`` and ``plain`` of :func:`resolve_tile` for these bounds and scores."""
     plain = scores.is_plain and bounds.seqused_k is None and bounds.block_sparse is None
     return {"block": bounds.block, "full": bounds.is_full, "plain": plain}
 
@@ -180,7 +183,9 @@ def resolve_tile(
     if block is None:
         return tile
     if block % MIN_TILE_SIDE:
-        raise ValueError(f"the block mask has blocks of {block}: they must be a multiple of {MIN_TILE_SIDE}")
+        raise ValueError(
+            f"the block mask has blocks of {block} positions: the number must be a multiple of {MIN_TILE_SIDE}"
+        )
     fit = replace(tile, block_q=gcd(tile.block_q, block), block_k=gcd(tile.block_k, block))
     if requested is not None and fit != tile:
         raise ValueError(
@@ -214,8 +219,8 @@ def _check_tile_shared_bytes(kernel: str, tile: Tile, q: Tensor, v: Tensor) -> N
     if least > (limit := shared_limit(gpu.arch)):
         field = "single_pass" if kernel in SINGLE_PASS_KERNELS else kernel
         raise ValueError(
-            f"config.{field} is {tile}: it needs at least {least:,} bytes of shared memory, a block of sm_{gpu.arch} "
-            f"has {limit:,}; {_built_in_tile(kernel, q, v)} fits"
+            f"config.{field} is {tile}, which needs at least {least:,} bytes of shared memory, but sm_{gpu.arch} "
+            f"allows {limit:,} per block. Use {_built_in_tile(kernel, q, v)}, which fits."
         )
 
 
@@ -280,13 +285,13 @@ class QueryLauncher:
         return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **tile_options(tile)}, is_hopper=hopper)
 
     def _cached_carried(self, x: Tensor) -> StridedTensor:
-        """Return the argument for a tensor that every launch updates, cached for the last such tensor."""
+        """Return the kernel argument for ``x``, cached for the last tensor because all launches update the same one."""
         if self._carried_arg.ptr is not x:
             self._carried_arg = strided_tensor(x)
         return self._carried_arg
 
     def _runs_hopper(self, kind: Hashable, k: Tensor, v: Tensor, takes: Callable[[], bool]) -> bool:
-        """Return ``takes()``, cached per kind of launch and per pair of K/V tensors."""
+        """Return ``takes()``: if the Hopper kernel runs a launch. Cached per ``kind`` and pair of K/V tensors."""
         key = kind, id(k), id(v)
         if key not in self._hopper_decisions:
             self._hopper_decisions[key] = takes(), (k, v)  # keep k and v alive, so that no other tensor gets their ids

@@ -139,13 +139,13 @@ def op_namespace(package: str) -> str:
 
 NAMESPACE = op_namespace(__package__)
 
-SLOPES_GRADIENT_ERROR = "alibi_slopes requires a gradient, which is not computed: pass alibi_slopes.detach()"
+SLOPES_GRADIENT_ERROR = "alibi_slopes requires a gradient, which is not computed. Pass alibi_slopes.detach()."
 
 
 def _define_op(
     name: str, tensors: str, returns: str, body: Any, fake: Any = None, mutates: tuple[str, ...] = ()
 ) -> Any:
-    """Define and return a ``torch.library`` op with the schema ``(tensors) -> returns``.
+    """Define and return a ``torch.library`` op with the schema ``(tensors) -> returns``, which runs ``body``.
 
     ``fake`` is the implementation on fake tensors; None for an op that returns nothing.
     """
@@ -162,10 +162,12 @@ def _define_op(
 
 
 def _out_like(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty ``out [B, Sq, H, Dv]``."""
     return q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
 
 
 def _rows_like(q: Tensor) -> Tensor:
+    """Return an empty ``lse`` or ``delta``, fp32 ``[B, H, Sq]``."""
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
 
@@ -178,14 +180,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, final: bool, *call: Any) -> tuple[
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any) -> None:
+    """Add one shard of keys to the state ``(out, lse)``, in place."""
     host.attention_forward(q, k, v, state=(out, lse), final=False, **unpack_kernel_args(q.device, *call))
 
 
 def _finish(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any) -> Tensor:
-    state = (
-        out if out.dtype != q.dtype else out.clone(),
-        lse,
-    )  # with fp32 queries the kernel would update out in place
+    """Add the last shard of keys to the state; update ``lse`` in place, and return ``out`` in q's dtype."""
+    # with fp32 queries the kernel would update out in place
+    state = (out if out.dtype != q.dtype else out.clone(), lse)
     return host.attention_forward(q, k, v, state=state, **unpack_kernel_args(q.device, *call))[0]
 
 

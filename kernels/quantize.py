@@ -22,11 +22,11 @@ ELEMENTS_PER_THREAD = 64  # several 16-byte loads in flight, and no spills at an
 def quantize(x: Tensor, out: Tensor, scale: Tensor) -> None:
     """Convert ``x`` to e4m3 codes ``out`` and fp32 ``scale``, so that ``x`` is about ``out * scale``.
 
-    Each batch row, head and 128 tokens share ``scale = max(amax / 448, 2^-126)``, where ``amax`` is the largest finite
-    ``|x|``. The codes are ``e4m3(x * (1 / scale))``, rounded to nearest, ties to even. The largest value maps to the
-    largest code (Micikevicius et al., arXiv:2209.05433, section 3.2). ``|x| / scale <= 448 * (1 + 2^-22)`` rounds to
-    448, so nothing saturates. The error of an element is at most half a step: ``2^-4`` of the power of two below it,
-    or ``scale * 2^-10`` for elements below ``scale * 2^-6``.
+    128 consecutive tokens of one batch row and head share ``scale = max(amax / 448, 2^-126)``, where ``amax`` is the
+    largest finite ``|x|``. The codes are ``e4m3(x * (1 / scale))``, rounded to nearest, ties to even. The largest value
+    maps to the largest code (Micikevicius et al., arXiv:2209.05433, section 3.2). ``|x| / scale <= 448 * (1 + 2^-22)``
+    rounds to 448, so nothing saturates. The error of an element is at most half a step: ``2^-4`` of the power of two
+    below it, or ``scale * 2^-10`` for elements below ``scale * 2^-6``.
 
     NaN and both infinities become NaN without affecting the scale, and zeros keep their sign. The call is one launch on
     the current stream and allocates nothing.
@@ -73,7 +73,7 @@ def check_codes_and_scale(name: str, codes: Tensor, like_name: str, like: Tensor
     """Raise ValueError if codes and scales do not fit the tensor ``like``."""
     if codes.shape != like.shape:
         raise ValueError(
-            f"{name} has shape {list(codes.shape)}: {like_name} has {list(like.shape)}, they must be equal"
+            f"{name} has shape {list(codes.shape)} and {like_name} has {list(like.shape)}: they must be equal"
         )
     check_like(name, codes, tuple(like.shape), torch.float8_e4m3fn, like.device, needs_contiguous=True)
     check_like("scale", scale, scale_shape(tuple(like.shape)), torch.float32, like.device, needs_contiguous=True)

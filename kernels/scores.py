@@ -64,7 +64,7 @@ class Scores:
         return replace(self, alibi_slopes=slopes, first_head=self.first_head + heads.start)
 
     def check(self, batch: int, heads: int, device: torch.device) -> None:
-        """Raise ValueError if a modifier is out of range or the slopes do not fit."""
+        """Raise ValueError if a modifier is out of range, or if the slopes do not fit ``batch`` and ``heads``."""
         if not is_real(self.softcap) or not (self.softcap == 0 or MIN_SOFTCAP <= self.softcap <= MAX_SCALE):
             raise ValueError(f"softcap is {self.softcap!r}: it must be a number from 1e-8 to 1e30, or 0 for none")
         if not is_real(self.dropout_p) or not 0 <= self.dropout_p < 1:
@@ -85,8 +85,8 @@ class Scores:
             or slopes.device != device
         ):
             raise ValueError(
-                f"alibi_slopes is {slopes.dtype} {list(slopes.shape)} on {slopes.device}: it must be float32 [{heads}] "
-                f"or [{batch}, {heads}] on {device}"
+                f"alibi_slopes is {slopes.dtype} {list(slopes.shape)} on {slopes.device}: it must be float32 of "
+                f"shape [{heads}] or [{batch}, {heads}] on {device}"
             )
         if not slopes.is_contiguous():
             raise ValueError(f"alibi_slopes has strides {slopes.stride()}: it must be contiguous")
@@ -98,11 +98,11 @@ class Scores:
         for name, length in (("q_positions", rows), ("k_positions", columns)):
             positions = getattr(self, name)
             if positions is None:
-                raise ValueError(f"{name} of the scores is None: ALiBi and dropout need int32 [{length}] on {device}")
+                raise ValueError(f"{name} of the scores is None: ALiBi and dropout need int32 of shape [{length}]")
             check_tensor(f"{name} of the scores", positions, may_be_meta=True)
             if positions.dtype != torch.int32 or positions.shape != (length,) or positions.device != device:
                 got = f"{positions.dtype} {list(positions.shape)} on {positions.device}"
-                raise ValueError(f"{name} of the scores is {got}: it must be int32 [{length}] on {device}")
+                raise ValueError(f"{name} of the scores is {got}: it must be int32 of shape [{length}] on {device}")
 
 
 PLAIN = Scores()

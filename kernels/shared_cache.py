@@ -25,7 +25,7 @@ class SharedValue(Generic[T]):
     capture. The owner of the graph must keep the value as long as the graph.
 
     Args:
-        value: Result of :meth:`read`.
+        value: Object that :meth:`read` returns.
         tensors: Device tensors inside the value, all on the same device. None and CPU tensors are skipped.
     """
 
@@ -66,7 +66,7 @@ class SharedCache(Generic[T]):
         self._values: dict[Hashable, SharedValue[T]] = {}
 
     def get(self, key: Hashable, make: Callable[[], T], tensors: Callable[[T], Tensors]) -> T:
-        """Return the value of ``key`` for work on the current stream.
+        """Return the value of ``key``, built by ``make()`` at its first use, for work on the current stream.
 
         A value that is built during a graph capture is not cached, because the graph owns its memory and refills it at
         every replay. ``tensors`` returns the device tensors of a value.

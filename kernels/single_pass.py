@@ -61,8 +61,8 @@ def attention_gradients(
     scale = check_backward_inputs(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
     if config.backward == "two_pass":
         raise ValueError(
-            "config.backward is 'two_pass': it must be 'single_pass', 'single_pass_deterministic' or 'hopper'; for two "
-            "passes call attention_dq and attention_dkdv"
+            "config.backward is 'two_pass': it must be 'single_pass', 'single_pass_deterministic' or 'hopper'. For two "
+            "passes call attention_dq and attention_dkdv."
         )
     check_like("dq", dq, tuple(q.shape), torch.float32, q.device, is_output=True)
     dk_dv = resolve_dkdv_output(out, accum, k, v)

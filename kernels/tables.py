@@ -89,7 +89,7 @@ class RefusedTable(ValueError):
 class TuningPoint(NamedTuple):
     """Kernel, dtype and shape that a tile is chosen for."""
 
-    kernel: str  # one of TUNED
+    kernel: str  # one of TUNED_KERNELS
     dtype: str  # one of DTYPES
     head_dim: int
     head_dim_v: int
@@ -126,17 +126,19 @@ class TableEntry:
             if word not in words:
                 raise ValueError(f"{word!r:.60} is not one of {', '.join(words)}")
         if min(point.head_dim, point.head_dim_v, point.group, point.length) < 1:
-            raise ValueError(f"{point} must have head dims, group and length of at least 1")
+            sizes = f"{point.head_dim}, {point.head_dim_v}, {point.group} and {point.length}"
+            raise ValueError(f"head_dim, head_dim_v, group and length are {sizes}: they must be at least 1")
         if max(self.tile.block_q, self.tile.block_k) > MAX_TILE_SIDE:
-            raise ValueError(f"{self.tile} has a block_q or block_k above {MAX_TILE_SIDE}")
+            sides = f"{self.tile.block_q} and {self.tile.block_k}"
+            raise ValueError(f"tile.block_q and tile.block_k are {sides}: they must be at most {MAX_TILE_SIDE}")
         for name, value in options.items():
             if value not in TUNABLE_OPTIONS[point.kernel].get(name, ()):
                 raise ValueError(f"options.{name:.60} is {value!r:.60}: {point.kernel} has no such option or value")
         KernelConfig(self.tile, self.tile, self.tile, **options)  # raises if options contradict each other
         if self.estimated != (self.seconds is None) or (self.seconds is not None and self.seconds <= 0):
             raise ValueError(
-                f"estimated is {self.estimated} and seconds {self.seconds}: seconds must be null for an estimate, and "
-                "above 0 otherwise"
+                f"estimated is {self.estimated} and seconds is {self.seconds}: seconds must be null for an estimate, "
+                "and above 0 otherwise"
             )
 
 
@@ -216,9 +218,9 @@ def parse_table(data: Mapping[str, Any]) -> Table:
         ValueError: If the object is no valid table. The message names the field, its value and what is allowed.
     """
     if data.get("schema") != SCHEMA:
-        raise ValueError(f"schema is {data.get('schema')!r:.60}, not {SCHEMA!r}")
+        raise ValueError(f"schema is {data.get('schema')!r:.60}: it must be {SCHEMA!r}")
     if (version := data.get("version")) != VERSION:
-        raise ValueError(f"version is {version!r:.60}: this ringattn reads version {VERSION}; update ringattn")
+        raise ValueError(f"version is {version!r:.60}: this ringattn reads only version {VERSION}")
     file: _File = convert_json(_File, data, "table")
     release = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", file.triton)
     if release is None:
@@ -233,9 +235,11 @@ def parse_table(data: Mapping[str, Any]) -> Table:
     limit = shared_limit(file.arch)
     for i, entry in enumerate(entries):
         if (least := min_shared_bytes(entry.point, entry.tile)) > limit:
-            raise ValueError(f"entries[{i}].tile needs at least {least} bytes of shared memory, a block has {limit}")
+            raise ValueError(
+                f"entries[{i}].tile needs at least {least:,} bytes of shared memory: a block has {limit:,}"
+            )
     if len({entry.point for entry in entries}) < len(entries):
-        raise ValueError("two entries are for the same point")
+        raise ValueError("two entries have the same kernel, dtype, shape and mask")
     return Table(file.gpu, file.arch, (int(release[1]), int(release[2])), entries)
 
 
@@ -272,7 +276,7 @@ Key = tuple[str, torch.dtype, int, int, int, bool]  # kernel, dtype, D, Dv, quer
 Lengths = tuple[tuple[float, ...], tuple[Tile | None, ...]]  # lengths at which the next tile begins, and the tiles
 
 BACKWARD_CHOICE = "backward"
-"""Kernel name in the key of the single pass's tile; the tile is None if two passes were measured as faster."""
+"""Kernel name of the keys for the choice of a backward: the single pass's tile, or None if two passes are faster."""
 
 TWO_PASSES, DETERMINISTIC_PASS = ("dq", "dkdv"), "single_pass_deterministic"
 
@@ -293,7 +297,7 @@ def user_table_folder() -> Path | None:
 
 
 class TunedTiles:
-    """Tiles of several tables; the first table that has a key decides."""
+    """Tiles of several tables. If several tables have a key, the first table decides."""
 
     def __init__(self, tables: Iterable[Table] = (), *, estimated: bool = False) -> None:
         self._lengths: dict[Key, Lengths] = {}
@@ -301,12 +305,13 @@ class TunedTiles:
             self._lengths = _by_length(table.entries, estimated) | self._lengths
 
     def tile(self, key: Key, length: int) -> Tile | None:
-        """Return the tile of the tuned length with the nearest ratio, or None if the key was not tuned."""
+        """Return the tile for the tuned length nearest to ``length`` by ratio, or None if ``key`` was not tuned."""
         entries = self._lengths.get(key)
         return None if entries is None else entries[1][bisect_left(entries[0], length)]
 
 
 def _by_length(entries: Iterable[TableEntry], estimated: bool) -> dict[Key, Lengths]:
+    """Return the usable tiles of every key by length, and the lengths at which the next tile begins."""
     grouped: dict[Key, dict[int, Tile | None]] = {}
     usable = [(entry.point, entry.tile) for entry in entries if is_usable_entry(entry, estimated)]
     for point, tile in [*usable, *_backward_choices(entries)]:
@@ -345,7 +350,7 @@ _LOADING = threading.Lock()
 @lru_cache(maxsize=64)
 def _load_tuned_tiles(gpu: GpuSpec, config_dir: str | None, estimated: bool) -> TunedTiles:
     if config_dir and not os.path.isdir(config_dir):  # the environment variable must not break a launch
-        _warn(f"{CONFIG_DIR} is {config_dir!r}: there is no such folder; `ringattn tune --save-dir` creates it")
+        _warn(f"{CONFIG_DIR} is {config_dir!r}: there is no such folder. `ringattn tune --save-dir` creates it.")
     return TunedTiles(find_tables(gpu, config_dir, estimated=estimated), estimated=estimated)
 
 
@@ -400,7 +405,7 @@ def resolve_config_dir(config_dir: str | os.PathLike[str] | None) -> str | None:
     if config_dir is None:
         return os.environ.get(CONFIG_DIR) or None
     if not os.path.isdir(folder := os.fspath(config_dir)):
-        raise ValueError(f"config_dir is {folder!r}: there is no such folder; `ringattn tune --save-dir` creates it")
+        raise ValueError(f"config_dir is {folder!r}: there is no such folder. `ringattn tune --save-dir` creates it.")
     return folder
 
 
@@ -416,8 +421,7 @@ def _find_serving_tables(name: str, gpu: GpuSpec, folders: list[Path]) -> list[T
     if nearest != current and tables:
         _warn(
             f"no tuned tiles for Triton {current[0]}.{current[1]} at {folders[0] / table_file_name(name, current)}: "
-            "using "
-            f"those for {nearest[0]}.{nearest[1]} in {paths[0]}; `ringattn tune` creates the missing table"
+            f"using those for {nearest[0]}.{nearest[1]} in {paths[0]}. `ringattn tune` creates the missing table."
         )
     return tables
 
@@ -435,12 +439,12 @@ def _read_matching_table(path: Path, name: str, gpu: GpuSpec, version: Version) 
     try:
         table = read_table(path)
     except RefusedTable as error:
-        _warn(f"{error}; the built-in tiles are used")
+        _warn(f"{error}. The built-in tiles are used.")
         return None
     expected = {"gpu": name, "arch": gpu.arch, "triton": version}
     for key, value in expected.items():
         if (got := getattr(table, key)) != value:
-            _warn(f"{path} is refused: its {key} is {got!r:.60}, not {value!r}; the built-in tiles are used")
+            _warn(f"{path} is refused: its {key} is {got!r:.60}, not {value!r}. The built-in tiles are used.")
             return None
     return table
 

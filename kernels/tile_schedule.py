@@ -73,7 +73,7 @@ def resolve_sm_margin(sm_margin: int | None, multiprocessors: int) -> int:
     if sm_margin >= multiprocessors:
         raise ValueError(
             f"config.sm_margin is {sm_margin}: this GPU has {multiprocessors} multiprocessors, and the kernel needs at "
-            "least 1"
+            "least one of them"
         )
     return sm_margin
 

@@ -74,7 +74,7 @@ def dropout_factors(
     if not dropout_p:
         return None
     if seed is None:
-        raise ValueError(f"dropout_p is {dropout_p} without dropout_seed: pass a seed")
+        raise ValueError(f"dropout_p is {dropout_p} without dropout_seed: pass dropout_seed")
     batch, heads = (torch.arange(count) for count in shape[:2])
     heads = heads + options.get("first_head", 0)
     counter = counter_words(

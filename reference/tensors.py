@@ -19,7 +19,7 @@ def check_attention_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q is {list(q.shape)} and k is {list(k.shape)}: batch and head dim must be the same")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"k has {k.shape[2]} heads, q has {q.shape[2]}: the heads of q must be a multiple of the heads of k"
+            f"k has {k.shape[2]} heads and q has {q.shape[2]}. The heads of q must be a multiple of the heads of k."
         )
 
 
@@ -33,18 +33,20 @@ def positions_or_default(
     """
     if is_needed and (q_positions is None) != (k_positions is None):
         raise ValueError(
-            "only one of q_positions and k_positions is given: a mask, ALiBi and dropout need both, or neither"
+            "only one of q_positions and k_positions is given: a mask, ALiBi or dropout needs both, or neither"
         )
     if is_needed and q_positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"q has {q.shape[1]} tokens, k has {k.shape[1]}: a mask between different lengths needs q_positions and "
-            "k_positions, because conventions differ"
+            f"q has {q.shape[1]} tokens and k has {k.shape[1]}. With different lengths pass q_positions and "
+            "k_positions, because libraries align queries and keys differently."
         )
     chosen = []
     for name, x, positions in (("q", q, q_positions), ("k", k, k_positions)):
         positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions.to(x.device)
         if positions.shape != (x.shape[1],):
-            raise ValueError(f"{name}_positions has shape {list(positions.shape)}: {name} has {x.shape[1]} tokens")
+            raise ValueError(
+                f"{name}_positions has shape {list(positions.shape)}: it must have {x.shape[1]}, one per token"
+            )
         chosen.append(positions)
     return chosen[0], chosen[1]
 

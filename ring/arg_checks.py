@@ -27,7 +27,7 @@ RING_ARGS = {
 
 
 def check_ring_args(**values: object) -> tuple[Any, ...]:
-    """Return the arguments in normal form, in order.
+    """Check arguments of ``Ring`` by name, and return their values in normal form, in the given order.
 
     Raises:
         ValueError: an argument is out of range; the message names it, what it got and what it takes.
@@ -36,10 +36,13 @@ def check_ring_args(**values: object) -> tuple[Any, ...]:
 
 
 def check_autograd(what: str, *tensors: torch.Tensor) -> None:
-    """Raise NotImplementedError inside torch.func transforms, which would need their own rules for transfers."""
+    """Raise NotImplementedError inside torch.func transforms and for dual tensors, which the ring does not support.
+
+    ``what`` names the called function in the message.
+    """
     unpack: Any = forward_ad.unpack_dual
     if any(unpack(x).tangent is not None for x in tensors) or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             f"{what} is called inside a torch.func transform (grad, vjp, jvp, vmap, ...) or with dual tensors of "
-            "forward_ad, which it does not support: use x.backward() or torch.autograd.grad"
+            "forward_ad, which are not supported. Use x.backward() or torch.autograd.grad."
         )

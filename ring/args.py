@@ -33,7 +33,7 @@ FIRST_HEAD_LIMIT = 1 << 31  # upper limit of first_head, exclusive
 
 
 class Compare(Enum):
-    """Modes of comparing an argument between ranks."""
+    """Rule by which ranks compare an argument."""
 
     ALWAYS = "usually constant from batch to batch"
     CHANGING = "usually different in the next batch"
@@ -41,7 +41,7 @@ class Compare(Enum):
 
 
 class ArgSpec(NamedTuple):
-    """Specification of one argument: op schema, conversions, values, and what ranks compare."""
+    """Specification of one argument: op schema, conversion to op arguments, valid values, and what ranks compare."""
 
     schema: str  # schema of the op arguments that carry it
     pack: Callable[[Any], Sequence[Any]] = lambda value: (value,)  # convert the argument to op arguments
@@ -56,7 +56,10 @@ class ArgSpec(NamedTuple):
 
 
 def _pack_layout(layout: object) -> tuple[Tensor | None, str | None]:
-    """Return a layout's table of spans, or its name. Other values become text, which the op then refuses."""
+    """Return ``(table of spans, None)`` for a Layout, and ``(None, name)`` for a name.
+
+    Other values become text, which :func:`.shards.resolve_layout` then refuses.
+    """
     if isinstance(layout, Layout):
         return layout.table, None
     return None, None if layout is None else str(layout)
@@ -68,6 +71,7 @@ def _unpack_layout(table: Tensor | None, name: str | None) -> Layout | str | Non
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
 def _layout(table: bytes) -> Layout:
+    """Return the layout with this table of spans, int64 as bytes so that it can be cached."""
     spans: list[list[tuple[int, ...]]] = []
     for rank, *span in torch.frombuffer(bytearray(table), dtype=torch.int64).view(-1, 4).tolist():
         spans.extend([] for _ in range(len(spans), rank + 1))
@@ -102,10 +106,12 @@ def _unpack_mask(
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
 def _block_mask(visible: bytes, columns: int, block: int) -> BlockMask:
+    """Return the mask with these visible blocks, bool as bytes so that it can be cached."""
     return BlockMask(torch.frombuffer(bytearray(visible), dtype=torch.bool).view(-1, columns), block)
 
 
 def _pack_numbers(numbers: CuSeqlensLike | None) -> tuple[Tensor | None]:
+    """Return lengths or boundaries as a CPU tensor; shorter rows of boundaries are padded with empty documents."""
     if numbers is None or isinstance(numbers, Tensor):
         return (numbers,)
     values: list[Any] = list(numbers)
@@ -119,10 +125,11 @@ def _pack_numbers(numbers: CuSeqlensLike | None) -> tuple[Tensor | None]:
 
 
 def _pack_seed(seed: int | None) -> tuple[Tensor | None, bool]:
+    """Return the given seed as an int64 tensor, and False because it was not drawn."""
     if seed is None:
         return None, False
     if not isinstance(seed, int) or not 0 <= seed < SEED_RANGE:  # as int64, other values would alias valid seeds
-        raise ValueError(f"dropout_seed is {seed!r}: it must be 0 to 2^64 - 1")
+        raise ValueError(f"dropout_seed is {seed!r}: it must be a whole number from 0 to 2^64 - 1")
     return torch.full((), signed_seed(seed), dtype=torch.int64, device="cpu"), False
 
 
@@ -302,35 +309,35 @@ KEYWORD_ALIASES = {
     "attn_mask": "causal, window_size, cu_seqlens, key_mask or block_mask", "attention_mask": "key_mask",
     "key_padding_mask": "key_mask", "attn_bias": "alibi_slopes",
 }  # fmt: skip
-"""Argument names of PyTorch, FlashAttention and transformers, with ours."""
+"""Argument names of PyTorch, FlashAttention and transformers, with the names in ``ring_attention``."""
 
 UNNEEDED_KEYWORDS = ("max_seqlen_q", "max_seqlen_k", "enable_gqa", "deterministic")
-"""Arguments of other libraries that are not needed here."""
+"""Arguments of other libraries that ``ring_attention`` does not need."""
 
 
 def unknown_keyword(name: str) -> TypeError:
-    """Return the TypeError for an unknown keyword, which suggests ours."""
+    """Return the TypeError for an unknown keyword of ``ring_attention``, with the right keyword if there is one."""
     text = f"ring_attention() got an unexpected keyword argument {name!r}"
     if name in UNNEEDED_KEYWORDS:
-        return TypeError(f"{text}: leave it out, it is not needed here")
+        return TypeError(f"{text}. Omit it, because it is not needed here.")
     ours = KEYWORD_ALIASES.get(name) or next(iter(get_close_matches(name, Options.__annotations__, 1)), None)
-    return TypeError(text if ours is None else f"{text}: use {ours}")
+    return TypeError(text if ours is None else f"{text}. Use {ours}.")
 
 
 def take_args(local_vars: dict[str, Any]) -> AttentionArgs:
-    """Move the arguments out of ``locals()``, which the frame keeps alive, so that it keeps no tensor."""
+    """Return the arguments from the ``locals()`` of ``ring_attention``, which is cleared so that it keeps no tensor."""
     args = AttentionArgs(*[local_vars[name] for name in AttentionArgs._fields])
     local_vars.clear()
     return args
 
 
 def check_args(args: AttentionArgs) -> AttentionArgs:
-    """Return the arguments in normal form. Check each on its own and raise ValueError."""
+    """Check each argument on its own and return all in normal form; raise ValueError if an argument is invalid."""
     return args._replace(**{name: kind.check(name, getattr(args, name)) for name, kind in _KINDS.items()})
 
 
 def pack_op_args(args: AttentionArgs) -> tuple[Any, ...]:
-    """Convert the arguments to those of an op."""
+    """Return the arguments as the flat tuple of tensors, numbers and text that an op takes."""
     return tuple(part for name, entry in ARG_SPECS.items() for part in entry.pack(getattr(args, name)))
 
 

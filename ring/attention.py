@@ -131,9 +131,10 @@ def ring_attention(
             i. None: different lengths need a ``kv_layout``.
         return_lse: also return ``lse``, which is differentiable.
         backend: ``triton`` (GPU; on the CPU only under Triton's interpreter), ``aten`` (CPU: PyTorch's own
-            flash-attention operator), ``auto``, a name given to :func:`register_backend`, or a :class:`LocalAttention`.
+            flash-attention operator), ``auto``, a kernel of another project (``flash``, ``cudnn``, ``fa3``, ``fa4``:
+            see docs/kernels.md), a name given to :func:`register_backend`, or a :class:`LocalAttention`.
         config: tiles of the Triton kernels; by default chosen by GPU and shape.
-        **unknown: none; an unknown keyword raises a TypeError that suggests ours.
+        **unknown: must be empty; an unknown keyword raises a TypeError that suggests the right one.
 
     Returns:
         ``out [B, S, H, Dv]`` in q's dtype; with ``return_lse`` also ``lse [B, H, S]``, fp32, natural logarithm. A row
@@ -143,9 +144,9 @@ def ring_attention(
     If ``cu_seqlens``, ``key_mask`` or ``leftpad_k`` let batch rows see different keys, the rows are packed into one
     sequence, each as its own document. Hidden keys are not sent. Rounding of ``out`` and the positions that dropout
     uses are then those of the packed sequence: ``row * positions of a row + position``, in batch row 0. Both are still
-    equal for every number of ranks and layout. ``block_mask`` is not supported there; with more than one row,
-    ``prefix_length`` and ``alibi_slopes [B, H]`` are not supported either. Documents that all rows share, and padding
-    behind all keys (``seqused_k``), need no packing.
+    equal for every number of ranks and layout. ``block_mask`` is not supported with packed rows. With more than one
+    row, ``prefix_length`` and ``alibi_slopes [B, H]`` are not supported either. Documents that all rows share, and
+    padding behind all keys (``seqused_k``), need no packing.
 
     Ranks compare their arguments before anything is sent, except for values in device tensors: ``learnable_sink`` and
     ``alibi_slopes`` must be equal on all ranks. If several mask arguments are given, a key is visible only if all of
@@ -153,7 +154,7 @@ def ring_attention(
     raises.
 
     Raises:
-        TypeError: a keyword does not exist; the message suggests ours.
+        TypeError: a keyword does not exist; the message suggests the right one.
         ValueError: an argument does not fit. Raised before anything is sent; the message names the argument, what it
             got and what it takes. If the ranks disagree, every rank raises it.
         NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which the

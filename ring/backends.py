@@ -25,7 +25,10 @@ def check_kernel_features(
     kernel: LocalAttention, q: Tensor, v: Tensor, mask: Mask, scores: Scores, args: Any, *, has_backward: bool | None,
     by_row: bool,
 ) -> None:  # fmt: skip
-    """Raise if a call needs a feature that its kernel lacks. ``by_row`` means that batch rows see different keys."""
+    """Raise if a call needs a feature that its kernel lacks.
+
+    ``has_backward`` means that gradients are needed, and ``by_row`` that batch rows see different keys.
+    """
     needs = {
         "bounds": by_row or replace(mask, used=None, blocks=None) != Mask(),
         "seqused_k": mask.used is not None,
@@ -44,7 +47,7 @@ def forward_backends(
     kernel: LocalAttention, chunks: Sequence[Heads], q: Tensor, *, softmax_scale: float,
     config: KernelConfig | None = None, start: Pair | None = None,
 ) -> list[LocalForward]:  # fmt: skip
-    """Begin the forward of each chunk of heads. ``start`` is the fp32 state ``(out, lse)`` before the first key."""
+    """Begin a forward per chunk of heads, in order. ``start`` is the fp32 state ``(out, lse)`` before the first key."""
     parts: list[tuple[Tensor, Pair | None]] = [(q[:, :, heads.q], None) for heads in chunks]
     if start is not None:
         out, lse = start
@@ -59,7 +62,7 @@ def backward_backends(
     kernel: LocalAttention, chunks: Sequence[Heads], dout: Tensor, q: Tensor, out: Tensor, lse: Tensor,
     dlse: Tensor | None = None, *, softmax_scale: float, config: KernelConfig | None = None,
 ) -> list[LocalBackward]:  # fmt: skip
-    """Begin the backward of each chunk of heads."""
+    """Begin a backward per chunk of heads, in order, from ``out`` and ``lse`` over all keys."""
     parts = [
         (
             dout[:, :, heads.q],
@@ -86,7 +89,7 @@ def check_dlse_support(kernel: LocalAttention, q: Tensor, v: Tensor, dlse: Tenso
 def forward_result(
     kernel: LocalAttention, backends: Sequence[LocalForward], chunks: Sequence[Heads], q: Tensor, v: Tensor
 ) -> Pair:
-    """Return ``out`` and ``lse`` of all heads.
+    """Join the results of all chunks to ``out`` and ``lse`` of all heads.
 
     Raises:
         RuntimeError: a kernel returned another shape or dtype, or NaN in lse. The check for NaN runs in every call on
@@ -98,7 +101,9 @@ def forward_result(
     out, lse = cat_chunks(outs, 2).contiguous(), cat_chunks(lses, 1).contiguous()
     if "nan_inputs" not in kernel.supports.features and (lse.device.type == "cpu" or kernel.name not in _NAN_CHECKED):
         if bool(lse.isnan().any()):
-            raise RuntimeError(f"backend {kernel.name!r} returned NaN in lse, or q, k or v contain NaN")
+            raise RuntimeError(
+                f"backend {kernel.name!r} returned NaN in lse. Either q, k or v contain NaN, or the kernel is wrong."
+            )
         _NAN_CHECKED.add(kernel.name)
     return out, lse
 
@@ -106,7 +111,7 @@ def forward_result(
 def backward_result(
     kernel: LocalAttention, backends: Sequence[LocalBackward], chunks: Sequence[Heads], q: Tensor
 ) -> Tensor:
-    """Return dQ of all heads. Raise RuntimeError if a kernel returned another shape or dtype."""
+    """Join dQ of all chunks to dQ of all heads; raise RuntimeError if a kernel returned another shape or dtype."""
     grads = [backend.result() for backend in backends]
     for heads, dq in zip(chunks, grads, strict=True):
         check_result(kernel.name, "dq", dq, q[:, :, heads.q].shape, q.dtype)
@@ -114,7 +119,7 @@ def backward_result(
 
 
 def row_delta(kernel: LocalAttention, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return ``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``."""
+    """Return ``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``, by the kernel's own ``delta`` if it has this method."""
     own = getattr(kernel, "delta", None)
     if own is not None:
         delta: Tensor = own(dout, out, dlse)
@@ -124,5 +129,5 @@ def row_delta(kernel: LocalAttention, dout: Tensor, out: Tensor, dlse: Tensor | 
 
 
 def cat_chunks(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Join the chunks of heads of a result."""
+    """Concatenate the chunks of a result along ``dim``, its dimension of heads."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -39,7 +39,7 @@ KV_KINDS = (TransferKind.RAIL, TransferKind.KV, TransferKind.PREFETCH)
 
 
 class PostKey(NamedTuple):
-    """Place of a group of transfers in the global posting order, which is the same on every rank.
+    """Sort key of a group of transfers. Every rank posts its groups in ascending order of their keys.
 
     A group waits only for compute that depends on groups with smaller keys. Therefore no two ranks wait for each other.
     """
@@ -127,7 +127,7 @@ class RingCall:
         return self.transports[INTRA_NODE].mark()
 
     def post(self, level: int, key: PostKey, sends: Payload, receives: Payload, after: Sequence[Fence]) -> Fence | None:
-        """Post one group of transfers and return its fence; None if there is nothing to move."""
+        """Post a group of transfers that waits for ``after``; return its fence, or None if there is nothing to move."""
         if not sends.messages and not receives.messages:
             return None
         fence = self.transports[level].post(sends=sends.messages, receives=receives.messages, after=after)
@@ -159,7 +159,8 @@ NO_PAYLOAD = Payload()
 def build_payload(peer: int | None, tensors: Tensors, into: Tensors = ()) -> Payload:
     """Build the messages for one peer. Empty tensors are skipped on both sides.
 
-    If all ranks map the slots, ``into`` are this rank's own tensors at the place where the peer receives.
+    ``into`` are given if the sender may write into the peer's slot: the same part of this rank's own slots, one tensor
+    per message (see :class:`comm.transport.Placed`).
     """
     if peer is None:
         return NO_PAYLOAD
@@ -193,8 +194,9 @@ class Arrival(NamedTuple):
 class RingBuffer:
     """Slots for a pair of tensors (K/V or dK/dV) that moves from rank to rank.
 
-    The pair has the shapes of this rank's ``like``. Each slot is divided into the chunks of a hop; every chunk is
-    filled and freed separately.
+    All sizes but the number of tokens are those of ``like``, this rank's own pair. ``dtype`` is that of the decoded
+    pair, and ``wire`` its encoding (None: sent unchanged). Each slot is divided into the chunks of a hop; every chunk
+    is filled and freed separately.
     """
 
     def __init__(self, call: RingCall, slots: Slots, like: Tensors, dtype: torch.dtype, wire: Wire | None) -> None:
@@ -212,13 +214,15 @@ class RingBuffer:
         self._views = slots.form_cache((shapes, dtype, wire and wire.name, self._chunks, call.plan.lengths))
 
     def _shapes(self, tokens: int, heads: Heads) -> list[tuple[int, ...]]:
+        """Return the two shapes of a pair with ``tokens`` tokens and one chunk of heads."""
         return [(x.shape[0], tokens, heads.kv.stop - heads.kv.start, x.shape[3]) for x in self._like]
 
     def _specs(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shapes and dtypes of the tensors that are sent for a tensor of ``shape``."""
         return [(shape, self._dtype)] if self._wire is None else self._wire.specs(shape)
 
     def buffers(self, slot: int, hop: Hop, heads: Heads) -> Tensors:
-        """Return one chunk of a slot as the tensors that are sent for the shard of a hop. Cached between calls."""
+        """Return views of one chunk of a slot, as the tensors that are sent for the shard of ``hop``. Cached."""
         key = slot, self.call.plan.lengths[hop.index], heads.number
         if key not in self._views:
             specs = [spec for shape in self._shapes(key[1], heads) for spec in self._specs(shape)]
@@ -229,7 +233,10 @@ class RingBuffer:
     def slot_payload(
         self, peer: int | None, slot: int | None, hop: Hop, heads: Heads, into: int | None = None
     ) -> Payload:
-        """Return :meth:`buffers` as messages to or from a peer; the receiver of a send puts them in slot ``into``."""
+        """Return :meth:`buffers` as messages to or from ``peer``; no messages if there is no peer or slot.
+
+        ``into`` is the slot in which the receiver of a send puts them.
+        """
         if slot is None:
             return NO_PAYLOAD
         key = peer, slot, self.call.plan.lengths[hop.index], heads.number, into
@@ -254,7 +261,7 @@ class RingBuffer:
         return tuple(torch.empty(size, dtype=self._dtype, device=self._like[0].device) for size in sizes)
 
     def encode(self, pair: Tensors, into: Tensors) -> Tensors:
-        """Write a pair of tensors to ``into``, in the wire dtype if there is one."""
+        """Write a pair of tensors to ``into``, encoded if there is a wire dtype, and return ``into``."""
         if self._wire is None:
             for x, place in zip(pair, into, strict=True):
                 place.copy_(x)
@@ -265,7 +272,7 @@ class RingBuffer:
         return into
 
     def decode(self, encoded: Tensors, into: Tensors) -> Tensors:
-        """Decode a received pair into ``into``."""
+        """Decode a received pair into ``into``, and return ``into``."""
         assert self._wire is not None
         half = len(encoded) // 2
         for x, wire in zip(into, (encoded[:half], encoded[half:]), strict=True):
@@ -282,6 +289,6 @@ class RingBuffer:
             self._slots.add_use(slot * self._chunks + heads.number, fence)
 
     def mark_computed(self, slot: int | None, heads: Heads) -> None:
-        """Mark this chunk of the slot as used by the compute issued so far, so that nothing arrives in it before."""
+        """Mark this chunk of the slot as used by the compute issued so far, which no receive may overwrite earlier."""
         if slot is not None:
             self._slots.add_use(slot * self._chunks + heads.number, self.call.mark())

@@ -1,4 +1,4 @@
-"""Partial dK/dV in fp32. They follow their K/V one hop later and end on the rank that owns the shard."""
+"""Sums of partial dK/dV in fp32, which follow their K/V one hop later and end on the rank that owns the shard."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ RETURN_SEND_SLOT, RETURN_RECV_SLOT = DKV_SLOTS, DKV_SLOTS + 1
 
 
 class DkvAccumulators(RingBuffer):
-    """Receives partial dK/dV, holds the sum with this rank's part, and sends the sum on.
+    """Slots for dK/dV: a sum of partial dK/dV arrives, this rank adds its part, and the new sum is sent on.
 
-    In a two-level ring the root of an outer step adds its part last. If the root does not own the shard, it adds in a
-    separate slot. From there the node's dK/dV return to the owner over the slow link, during the next outer step.
+    In a two-level ring the root (first hop) of an outer step adds its part last. If the root does not own the shard, it
+    adds in a separate slot. From there the node's dK/dV return to the owner over the slow link, during the next outer
+    step.
     """
 
     def __init__(self, call: RingCall, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -42,7 +43,7 @@ class DkvAccumulators(RingBuffer):
         self._totals: dict[int, Tensors] = {}  # per chunk: sum of dK/dV of the own shard over the nodes so far
 
     def incoming_dkv(self, hop: Hop, heads: Heads) -> Callable[[], Tensors] | None:
-        """Return a function that waits for the partial dK/dV from other ranks; None if this rank adds first."""
+        """Return a function that waits for the sum from other ranks and returns it; None if this rank is the first."""
         arrival = self._arrivals.get((hop.index, heads.number))
         return None if arrival is None else lambda: self._read(arrival, hop, heads)
 
@@ -57,7 +58,7 @@ class DkvAccumulators(RingBuffer):
         return arrival.tensors if self._wire is None else self.staging(hop, heads)
 
     def mark_added(self, hop: Hop, heads: Heads) -> None:
-        """Mark that this rank's part is added: the arrived dK/dV are read and the outgoing ones are written."""
+        """Encode the new sum, and mark its slots as used until the compute issued so far has added this rank's part."""
         slot = self._slot(hop)
         if self._wire is not None:
             self.encode(self.staging(hop, heads), self.buffers(slot, hop, heads))
@@ -94,9 +95,8 @@ class DkvAccumulators(RingBuffer):
         # protects the outgoing dK/dV until the kernel has added to them
         after: list[Fence] = [self.call.mark()] if sends.messages else []
         if root.return_from is not None:
-            after += self.free(
-                RETURN_RECV_SLOT, heads
-            )  # protects the slot until its last content is added to the total
+            # protects the slot until its last content is added to the total
+            after += self.free(RETURN_RECV_SLOT, heads)
         key = PostKey(
             self.call.phase, root.index + self.call.plan.inner - 1, TransferKind.RETURN, self._own.index, heads.number
         )
@@ -108,7 +108,7 @@ class DkvAccumulators(RingBuffer):
             self._by_rail[heads.number] = Arrival(fence, self.buffers(RETURN_RECV_SLOT, self._own, heads))
 
     def returned_total(self, heads: Heads) -> Callable[[], Tensors] | None:
-        """Return a function that gives the returned dK/dV of the own shard; None if nothing has returned."""
+        """Return a function that returns the dK/dV of the own shard from other ranks; None if there are none so far."""
         if self._is_plain:
             return self.incoming_dkv(self._own, heads)
         return (lambda: self._totals[heads.number]) if heads.number in self._totals else None
@@ -124,7 +124,10 @@ class DkvAccumulators(RingBuffer):
             self.mark_computed(slot, heads)
 
     def own_accumulator(self, heads: Heads, dkdv: Tensors) -> Tensors:
-        """Return the tensors to add own dK/dV to: the gradients, or the total if more dK/dV return later."""
+        """Return the tensors in which dK/dV of the own shard are summed.
+
+        These are the gradients ``dkdv``, or a separate fp32 total if more dK/dV return later and ``dkdv`` is not fp32.
+        """
         if self._is_plain:
             return dkdv
         if heads.number not in self._totals:
@@ -135,7 +138,7 @@ class DkvAccumulators(RingBuffer):
     def finish_own(self, heads: Heads, dkdv: Tensors) -> None:
         """Finish the own shard: add the dK/dV that other nodes return, and copy the totals into ``dkdv``.
 
-        In a flat ring that sends all keys the kernels have written ``dkdv``, and only the slot is marked.
+        In a flat ring that sends all keys the kernels have already written ``dkdv``. Then only the slot is marked.
         """
         if self._is_plain:
             self.mark_computed(self._own.dkv_slot, heads)
@@ -146,6 +149,7 @@ class DkvAccumulators(RingBuffer):
                 target.copy_(total)
 
     def _add(self, more: Tensors, heads: Heads) -> None:
+        """Add dK/dV of the keys that are sent to the total of the own shard."""
         rows = self.call.plan.send_index
         if heads.number not in self._totals:
             if rows is None:
@@ -161,11 +165,13 @@ class DkvAccumulators(RingBuffer):
         return tuple(torch.empty(shape, dtype=torch.float32, device=self._like[0].device) for shape in shapes)
 
     def _read(self, arrival: Arrival, hop: Hop, heads: Heads) -> Tensors:
+        """Wait for received dK/dV and return them, decoded."""
         with self.call.record_wait(hop):
             tensors = arrival.wait()
         return tensors if self._wire is None else self.decode(tensors, self.staging(hop, heads))
 
     def _slot(self, hop: Hop) -> int:
+        """Return the slot that this hop's sum is written to."""
         slot = RETURN_SEND_SLOT if self.call.plan.is_outer_root(hop) else hop.dkv_slot
         assert slot is not None
         return slot

@@ -28,7 +28,8 @@ class KeyValues(RingBuffer):
     """K/V of each hop: this rank's own pair, or a received pair.
 
     Each rank passes K/V on exactly as they arrived. With a wire dtype the owner encodes its pair once, into one extra
-    slot after those of the schedule. If all ranks map the slots, the owner copies its pair there even without one.
+    slot after those of the schedule. If ranks write into each other's slots, the owner copies its pair into that slot
+    even without a wire dtype.
     """
 
     def __init__(self, call: RingCall, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -43,8 +44,8 @@ class KeyValues(RingBuffer):
     def post_kv(self, hop: Hop, kind: TransferKind = TransferKind.KV) -> None:
         """Post the K/V transfers that are due during hop ``hop``.
 
-        Each group receives K/V of the hop ``coming`` and passes on K/V of an earlier hop. ``PREFETCH`` groups are
-        posted behind the dK/dV of the hop, all others at its beginning.
+        Each group receives K/V of a later hop and passes on K/V of an earlier one. ``kind`` is ``KV`` if the groups are
+        posted at the beginning of the hop, and ``PREFETCH`` if they are posted behind its dK/dV.
         """
         for (coming, leaving, to, by_rail, waits), heads in product(self._posts[hop.index], self.call.chunks):
             after: list[Fence] = []
@@ -82,6 +83,7 @@ class KeyValues(RingBuffer):
         return pair[0], pair[1]
 
     def _outgoing(self, hop: Hop, heads: Heads) -> Arrival:
+        """Return the K/V of a hop that this rank sends on, with the fence after which they are ready."""
         if hop.index:
             return self._arrivals[hop.index, heads.number]
         if heads.number not in self._sent_keys:

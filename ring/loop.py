@@ -109,7 +109,7 @@ def wait_kv(call: RingCall, kv: KeyValues, hop: Hop, heads: Heads) -> Pair:
 
 
 def compute_dq(call: RingCall, kv: KeyValues, backend: LocalBackward, hop: Hop, heads: Heads) -> None:
-    """Add the shard of this hop to dQ."""
+    """Add to dQ the part that comes from this hop's shard, for one chunk of heads."""
     hop_masks = call.plan.hop_masks[hop.index]
     if not hop_masks:
         return
@@ -125,7 +125,7 @@ def compute_dq(call: RingCall, kv: KeyValues, backend: LocalBackward, hop: Hop, 
 def compute_dkdv(
     call: RingCall, kv: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, hop: Hop, heads: Heads
 ) -> None:
-    """Add this rank's part to the partial dK/dV of another rank's shard."""
+    """Compute this rank's part of dK/dV of another rank's shard, and add it to the sum that arrived."""
     hop_masks, incoming_dkv = call.plan.hop_masks[hop.index], dkv.incoming_dkv(hop, heads)
     if hop_masks:
         out, arrived_kv = dkv.out(hop, heads), wait_kv(call, kv, hop, heads)
@@ -146,7 +146,7 @@ def compute_dkdv(
 def compute_own_dkdv(
     call: RingCall, kv: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, heads: Heads, dkdv: Tensors
 ) -> None:
-    """Add this rank's part to the partial dK/dV that returned to it, and write the sum to ``dkdv``."""
+    """Compute this rank's part of dK/dV of its own shard, add the dK/dV that returned, and write them to ``dkdv``."""
     own = call.plan.hops[0]
     returned_dkv, out = dkv.returned_total(heads), dkv.own_accumulator(heads, dkdv)
     parts = [call.mask_args(hop_mask, heads) for hop_mask in call.plan.hop_masks[0]]

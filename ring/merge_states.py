@@ -46,18 +46,23 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
         if not isinstance(parts, (list, tuple)):
             raise ValueError(f"{name} is {type(parts).__name__}: it must be a list of tensors, one per set of keys")
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"outs has {len(outs)} tensors, lses has {len(lses)}: the numbers must be equal, at least 1")
+        raise ValueError(
+            f"outs has {len(outs)} tensors and lses has {len(lses)}. The numbers must be equal and at least 1."
+        )
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, x, dims in ((f"outs[{number}]", out, "[B, S, H, D]"), (f"lses[{number}]", lse, "[B, H, S]")):
             check_tensor(name, x, may_be_meta=True)
             if not x.is_floating_point() or x.dim() != dims.count(",") + 1:
-                raise ValueError(f"{name} is {x.dtype} {list(x.shape)}: it must be a floating tensor {dims}")
+                raise ValueError(
+                    f"{name} is {x.dtype} {list(x.shape)}: it must be a floating-point tensor of shape {dims}"
+                )
         batch, rows, heads, _ = first = outs[0].shape
         if (out.shape, out.dtype, out.device) != (first, outs[0].dtype, outs[0].device):
-            raise ValueError(f"outs[{number}] is {_kind(out)}, outs[0] is {_kind(outs[0])}: they must be equal")
+            raise ValueError(f"outs[{number}] is {_kind(out)}: it must be like outs[0], {_kind(outs[0])}")
         if tuple(lse.shape) != (batch, heads, rows) or lse.device != out.device:
-            raise ValueError(f"lses[{number}] is {_kind(lse)}, outs[{number}] is {_kind(out)}: they do not match")
+            raise ValueError(f"lses[{number}] is {_kind(lse)}: it must be [B, H, S] for outs[{number}], {_kind(out)}")
 
 
 def _kind(x: Tensor) -> str:
+    """Return dtype, shape and device for a message."""
     return f"{x.dtype} {list(x.shape)} on {x.device}"

@@ -1,7 +1,7 @@
 """Two-dimensional groups: which ranks form a ring, which exchange heads for tokens (Ulysses), and their layouts.
 
 Of ``R x U`` ranks, rank ``r * U + u`` holds shard ``r * U + u``, as in a one-dimensional group. The R ranks with equal
-u form a ring. In that ring, ring rank r stands for the tokens of all U ranks with that r.
+u form a ring. After the exchange of heads for tokens, rank r of that ring has the tokens of all U ranks with that r.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Mesh = tuple[Group, Group]  # this rank's groups along the ring and along the Ul
 
 
 class Rings(NamedTuple):
-    """This rank's two rings in a mesh."""
+    """Rings of this rank in a mesh: the ring that K/V move along, and the ring of the Ulysses dimension."""
 
     ring: Ring
     ulysses: Ring
@@ -83,7 +83,7 @@ def resolve_mesh_rings(mesh: Mesh, device: torch.device, ring: Ring | None = Non
     along_ring, along_ulysses = mesh
     ring = resolve_ring(ring, along_ring if ring is None else None, device)
     if ring.group is not along_ring:
-        raise ValueError("ring belongs to another group than the mesh's first dimension: pass Ring(mesh['ring'])")
+        raise ValueError("ring belongs to another group than the mesh's first dimension. Pass Ring(mesh['ring']).")
     rings = Rings(ring, ring.partner(along_ulysses))
     ring.name_ranks(range(rings.ulysses.rank, rings.size, rings.ulysses.size))
     first = ring.rank * rings.ulysses.size
@@ -102,7 +102,7 @@ def resolve_call_ranks(group: GroupLike, device: torch.device, ring: Ring | None
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
 def ring_layout(layout: Layout, ulysses: int) -> Layout:
-    """Return the layout of the ring: each ring rank holds the tokens of ``ulysses`` ranks of ``layout``."""
+    """Return the layout of the ring: its rank r holds the tokens of ranks ``r * ulysses`` and up of ``layout``."""
     return Layout.from_positions(
         _ring_rank_positions(layout, ulysses, place) for place in range(layout.world // ulysses)
     )
@@ -110,12 +110,13 @@ def ring_layout(layout: Layout, ulysses: int) -> Layout:
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
 def ulysses_layout(layout: Layout, ulysses: int, ring_rank: int) -> Layout:
-    """Return which tokens of one ring rank, counted from 0, each of its ``ulysses`` ranks holds."""
+    """Return the layout of one ring rank's tokens, counted from 0, over the ``ulysses`` ranks that hold them."""
     positions = _ring_rank_positions(layout, ulysses, ring_rank)
     ranks = range(ring_rank * ulysses, (ring_rank + 1) * ulysses)
     return Layout.from_positions(torch.searchsorted(positions, layout.positions(rank)) for rank in ranks)
 
 
 def _ring_rank_positions(layout: Layout, ulysses: int, ring_rank: int) -> Tensor:
+    """Return the positions of one ring rank's tokens, ascending."""
     ranks = range(ring_rank * ulysses, (ring_rank + 1) * ulysses)
     return torch.cat([layout.positions(rank) for rank in ranks]).sort().values

@@ -36,6 +36,7 @@ from .backends import (
 from .mesh import Rings, resolve_mesh_rings
 from .prepare import Call, check_tensors, prepare_call
 from .ring import Ring, resolve_ring
+from .warm_up import compile_kernels
 
 NO_SECOND_DERIVATIVE = "ring_attention has no second derivative: do not differentiate its gradients"
 NAMESPACE = __package__.rpartition(".")[0].replace(".", "__")  # a renamed copy of the package gets its own ops
@@ -86,6 +87,7 @@ def pack_call(args: AttentionArgs, ring: Ring | None, group: Any) -> list[Any]:
 
 
 def _group_names(group: Any) -> tuple[int, str]:
+    """Return ``(handle of a LocalWorld group or 0, name of a process group or "")``."""
     if group is None or isinstance(group, LocalGroup):
         return 0 if group is None else group.handle, ""
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()  # 1-D DeviceMesh
@@ -106,13 +108,17 @@ def unpack_call(packed: Sequence[Any], device: torch.device) -> Call:
 
 
 def _find_live(what: str, number: int) -> Any:
+    """Return the object with handle ``number``, or None for 0; ``what`` names it in the message."""
     found: Any = resolve_handle(number)
     if number and found is None:
-        raise RuntimeError(f"the {what} of a compiled call was deleted: keep it until the backward is done")
+        raise RuntimeError(
+            f"the {what} of a compiled call was deleted. Keep a reference to it until the backward is done."
+        )
     return found
 
 
 def _find_group(member: int, name: str) -> Any:
+    """Return the group that :func:`_group_names` named."""
     c10d: Any = dist.distributed_c10d  # the same lookup as for functional collectives
     return c10d._resolve_process_group(name) if name else _find_live("group", member)
 
@@ -153,14 +159,10 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
         if call.rows is not None:
             q, k, v = call.rows.pack(q), call.rows.pack_keys(k), call.rows.pack_keys(v)
         with call.ring.call(call.plan, "forward", q, k, call.scores) as running:
-            backends = forward_backends(
-                call.backend,
-                running.chunks,
-                q,
-                softmax_scale=call.softmax_scale,
-                config=call.config,
-                start=None if call.sink is None else sink_state(call.sink, q, v.shape[3]),
-            )
+            start = None if call.sink is None else sink_state(call.sink, q, v.shape[3])
+            compile_kernels(call, running, q, k, v, start)
+            options = {"softmax_scale": call.softmax_scale, "config": call.config}
+            backends = forward_backends(call.backend, running.chunks, q, **options, start=start)
             loop.forward(running, backends, k, v)
         out, lse = forward_result(call.backend, backends, running.chunks, q, v)
         if call.rows is not None:
@@ -175,6 +177,7 @@ def _without_base(x: Tensor) -> Tensor:
 
 
 def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Check and prepare a call from the arguments of a graph, and run its forward and exchanges."""
     call = unpack_call(args, q.device)
     with call.ranks._call_guard(q.device), torch.no_grad():
         check_tensors(q, k, v, call.args)
@@ -221,6 +224,7 @@ def run_backward(
             k, v = rows.pack_keys(k), rows.pack_keys(v)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         with call.ring.call(call.plan, "backward", q, k, call.scores) as running:
+            compile_kernels(call, running, q, k, v, None)
             inputs, scale = (dout, q, out, lse, dlse), call.softmax_scale
             backends = backward_backends(call.backend, running.chunks, *inputs, softmax_scale=scale, config=call.config)
             loop.backward(running, backends, k, v, (dk, dv))
@@ -236,9 +240,9 @@ def run_backward(
 def _gradients_in_graph(
     dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prepare the call again and run the backward.
+    """Prepare the call of a graph again, and run its backward and exchanges.
 
-    A graph over a mesh saves shards, so that q, k, v and the results must be exchanged first.
+    A graph over a mesh saves this rank's shards, so q, k, v and the results must be exchanged again first.
     """
     call, (seed, call_number, exchange_number) = unpack_call(args, q.device), numbers.tolist()
     call.args = call.args._replace(dropout_seed=seed % SEED_RANGE if call.args.dropout_p else None)
@@ -351,7 +355,10 @@ _LIBRARY = _library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _define_op(name: str, function: Any, tensors: str, returns: str, fake: Any) -> Any:
-    """Define an op without ``custom_op``, whose checks take more host time than everything else outside the hops."""
+    """Define and return the op ``(tensors, SCHEMA) -> returns``; ``fake`` implements it on fake tensors.
+
+    This does not use ``custom_op``, whose checks take more host time than everything else outside the hops.
+    """
     # The op waits on the host and exchanges data with other ranks, which a CUDA graph cannot replay.
     tags = [tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None]
     _LIBRARY.define(f"{name}({tensors}, {SCHEMA}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag, *tags))

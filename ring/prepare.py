@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels import KernelConfig, Scores
 from ..kernels.checks import TRANSPOSE_HINT, check_not_dtensor, check_shapes, check_tensor
+from ..validators import short_repr
 from .arg_checks import check_autograd
 from .args import ARG_SPECS, FIRST_HEAD_LIMIT, AttentionArgs, Compare, Options, check_args
 from .backends import check_kernel_features
@@ -52,7 +53,7 @@ class Layouts(NamedTuple):
 class Call:
     """One call of ``ring_attention``: its arguments and, once prepared, everything that forward and backward need.
 
-    The ranks have agreed on a call that has a ``number``.
+    ``number`` is None until the ranks have agreed on the call.
     """
 
     args: AttentionArgs
@@ -61,6 +62,7 @@ class Call:
     has_drawn_seed: bool = False  # True if every rank has drawn a ``dropout_seed``; rank 0's counts
     number: int | None = None  # number of the forward among the calls of the ring
     exchange_number: int = 0  # number of the forward among the calls of the Ulysses ring
+    has_backward: bool = False  # False in a graph, which does not know
     softmax_scale: float = field(init=False)
     backend: LocalAttention = field(init=False)
     config: KernelConfig | None = field(init=False)
@@ -79,7 +81,7 @@ class Call:
 
 
 def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check a call and plan it. Agree on it with the other ranks, unless its forward has a number already.
+    """Check a call and plan its transfers. Agree on it with the other ranks, unless it has a ``number`` already.
 
     Over a mesh, the plan covers this ring: the tokens of all its ranks, and this rank's part of the heads.
 
@@ -95,7 +97,7 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         own_heads, own_kv_heads = heads[ranks.ulysses.rank], kv_heads[ranks.ulysses.rank]
     own_count = k[:, :, own_kv_heads].shape[2]
     if ring.chunks > own_count:
-        raise ValueError(f"chunks of the ring is {ring.chunks}, k has {own_count} heads: a chunk needs at least one")
+        raise ValueError(f"chunks of the ring is {ring.chunks}, but k has {own_count} heads. Each chunk needs one.")
     resolve_wire(ring.wire_dtype, k.dtype)
     call.softmax_scale = 1.0 / sqrt(q.shape[3]) if args.softmax_scale is None else args.softmax_scale
     call.backend = resolve_backend(args.backend, q.device)
@@ -112,13 +114,13 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     call.sink, call.scores = check_sink(q, args.learnable_sink), build_scores(q, args, layouts)
     if isinstance(ranks, Rings) and args.first_head > FIRST_HEAD_LIMIT - q.shape[2]:
         raise ValueError(
-            f"first_head is {args.first_head}: with {q.shape[2]} heads of q over a mesh it must be 0 to "
-            f"{FIRST_HEAD_LIMIT - q.shape[2]}, so that the last head of every rank stays below 2^31"
+            f"first_head is {args.first_head}: with {q.shape[2]} heads of q over a mesh it must be between 0 "
+            f"and {FIRST_HEAD_LIMIT - q.shape[2]}, so that the last head of every rank stays below 2^31"
         )
     gradient = call.compared_fields.get("gradient")
-    has_backward = bool(gradient[-1] if isinstance(gradient, tuple) else gradient)
+    call.has_backward = bool(gradient[-1] if isinstance(gradient, tuple) else gradient)
     check_kernel_features(
-        call.backend, q, v, call.mask, call.scores, args, has_backward=has_backward, by_row=rows is not None
+        call.backend, q, v, call.mask, call.scores, args, has_backward=call.has_backward, by_row=rows is not None
     )
     if call.number is None:
         compare_call(call, q, k, v, fields_of_rows)
@@ -131,8 +133,11 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor, row_fields: dict[str, Any]) -> None:
-    """Compare a call with those of the other ranks, draw the dropout seed, and open the ring."""
-    meant = {
+    """Compare a call with those of the other ranks, set its numbers, draw the dropout seed, and open the ring.
+
+    ``row_fields`` are the values to compare from :func:`extract_row_masks`.
+    """
+    compared = {
         name: getattr(call.args, name) if e.compared_value is None else e.compared_value(call)
         for name, e in ARG_SPECS.items()
     }
@@ -146,10 +151,10 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor, row_fields: dict[s
         # compared before the layouts, which depend on a name and these numbers
         "tokens per rank": None if is_layout[0] else q.shape[1],
         "keys per rank": None if any(is_layout) else k.shape[1],
-        **{name: meant[name] for name in _COMPARED_NAMES[Compare.ALWAYS]},
+        **{name: compared[name] for name in _COMPARED_NAMES[Compare.ALWAYS]},
         **call.compared_fields,
     }
-    values = {name: meant[name] for name in _COMPARED_NAMES[Compare.CHANGING]} | row_fields
+    values = {name: compared[name] for name in _COMPARED_NAMES[Compare.CHANGING]} | row_fields
     number = call.ranks._agree(fields, q.device, values)
     call.number, call.exchange_number = number if isinstance(number, tuple) else (number, 0)
     if call.scores.dropout_p and (call.has_drawn_seed or call.args.dropout_seed is None):
@@ -158,7 +163,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor, row_fields: dict[s
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
-    """Raise if q, k or v is no tensor or a DTensor, before any attribute is read, or inside a torch.func transform."""
+    """Raise if q, k or v is not an ordinary tensor, or inside a torch.func transform; must be the first check."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, may_be_meta=x is not q)
     if args.learnable_sink is not None:
@@ -177,7 +182,7 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def resolve_layouts(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> Layouts:
-    """Return the layouts of a call, checked against this rank's shards."""
+    """Return the layouts of q and k, checked against the numbers of tokens of this rank's q and k."""
     queries, kv_layout, align = _resolve_shard_layout("q", "layout", args.layout, ring, q), args.kv_layout, args.align
     if align is not None and kv_layout is None and not isinstance(args.layout, Layout):
         kv_layout = args.layout
@@ -187,8 +192,8 @@ def resolve_layouts(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> L
     if k.shape[1] != q.shape[1]:
         swapped = k.shape[2] == q.shape[2] and k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
-            f"k has {k.shape[1]} tokens, q has {q.shape[1]}: without kv_layout they must be equal. Pass kv_layout with "
-            "the positions of the keys, or align if the layouts are names"
+            f"k has {k.shape[1]} tokens and q has {q.shape[1]}: without kv_layout the numbers must be equal. Pass "
+            "kv_layout with the positions of the keys, or pass align if layout is a name"
             f"{TRANSPOSE_HINT if swapped else ''}"
         )
     return Layouts(queries, queries)
@@ -200,7 +205,7 @@ def _align_layouts(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts
         if layout.reach != layout.seqlen:
             raise ValueError(
                 f"align is {align!r}, but {name} holds only {layout.seqlen} of the positions 0 to {layout.reach - 1}: "
-                "leave align out, or pass layouts that count from 0"
+                "omit align, or pass layouts that hold all positions from 0"
             )
     more = layouts.keys.seqlen - layouts.queries.seqlen
     if align == "top-left" or not more:
@@ -208,9 +213,9 @@ def _align_layouts(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts
     for name in (*POSITION_ARGS, *(() if more > 0 else ("key_mask", "leftpad_k"))):
         if getattr(args, name) is not None:
             raise ValueError(
-                f"{name} is given with align='bottom-right', {layouts.queries.seqlen} queries and "
-                f"{layouts.keys.seqlen} keys: {name} uses positions, and those of queries and keys differ here. Pass "
-                "layout and kv_layout with both positions, without align"
+                f"{name} cannot be used with align='bottom-right' when there are {layouts.queries.seqlen} queries and "
+                f"{layouts.keys.seqlen} keys, because their positions differ. Omit align, and pass layout and "
+                "kv_layout with the positions of both."
             )
     if more > 0:
         return layouts._replace(queries=shift_layout(layouts.queries, more))
@@ -218,13 +223,17 @@ def _align_layouts(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts
 
 
 def _resolve_shard_layout(tensor: str, name: str, layout: LayoutLike, ring: Ranks, x: Tensor) -> Layout:
+    """Return the layout of all shards, checked against this rank's shard ``x``.
+
+    ``tensor`` and ``name`` are the names of ``x`` and of the layout argument, for messages.
+    """
     rows = x.shape[1]
     seqlen = layout.seqlen if isinstance(layout, Layout) else rows * ring.size
     resolved = resolve_layout(layout, seqlen, ring.size, name)
     length = resolved.lengths[ring.rank]
     if rows != length:
         swapped = TRANSPOSE_HINT if x.shape[2] == length else ""
-        raise ValueError(f"{tensor} has {rows} tokens, {name} gives rank {ring.rank} {length}{swapped}")
+        raise ValueError(f"{tensor} has {rows} tokens, but {name} gives rank {ring.rank} {length}{swapped}")
     return resolved
 
 
@@ -234,8 +243,8 @@ def extract_row_masks(
     """Split off the mask arguments that let batch rows see different keys; see :func:`.row_packing.split_row_masks`.
 
     Returns:
-        ``args`` without them, the per-row masks (None if all rows see the same keys), and the values that ranks
-        compare.
+        ``args`` with masks that are equal for all rows, the per-row masks (None if all rows see the same keys), and
+        the values that ranks compare.
     """
     arguments = args.cu_seqlens, args.key_mask, args.leftpad_k, args.seqused_k
     if args.key_mask is None and args.leftpad_k is None and not has_row_boundaries(args.cu_seqlens):
@@ -250,8 +259,8 @@ def extract_row_masks(
     for name in (name for name, is_problem in problems.items() if rows is not None and is_problem):
         names = " and ".join(each for each, value in compared.items() if value is not None)
         raise ValueError(
-            f"{name} is given with {names}, which let batch rows see different keys: {name} is not supported there, "
-            "because the rows are packed into one sequence. Call row by row, or leave it out"
+            f"{name} cannot be used with {names}, because batch rows then see different keys and are packed into one "
+            f"sequence. Call ring_attention for each row, or omit {name}."
         )
     return args._replace(**changes), rows, compared
 
@@ -274,19 +283,20 @@ def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
     if isinstance(block_mask, Longformer):
         if window != (UNLIMITED, UNLIMITED):
             raise ValueError(
-                f"window_size is {window} with a Longformer mask, which has its own, {block_mask.window}: pass one"
+                f"window_size is {window}, but the Longformer mask has its own, {block_mask.window}. Pass only one."
             )
         return replace(mask, window=block_mask.window, global_tokens=block_mask.global_tokens)
     return mask if block_mask is None else replace(mask, blocks=_blocks(block_mask, layouts))
 
 
 def _blocks(block_mask: object, layouts: Layouts) -> BlockMask:
+    """Return the argument ``block_mask`` as a `BlockMask`, or raise ValueError if it does not fit the layouts."""
     blocks = block_mask if isinstance(block_mask, BlockMask) else _equal_blocks(block_mask, layouts.queries.reach)
     expected = tuple(-(-layout.reach // blocks.block) for layout in layouts)
     if tuple(blocks.visible.shape) != expected:
         raise ValueError(
-            f"block_mask is {list(blocks.visible.shape)} blocks of {blocks.block} positions: for "
-            f"{layouts.queries.reach} queries and {layouts.keys.reach} keys it must be {list(expected)}"
+            f"block_mask has shape {list(blocks.visible.shape)} with blocks of {blocks.block} positions: for "
+            f"{layouts.queries.reach} queries and {layouts.keys.reach} keys the shape must be {list(expected)}"
         )
     for name, layout in zip(("layout", "kv_layout"), layouts, strict=True):
         blocks.check_layout(name, layout)
@@ -297,37 +307,43 @@ def _equal_blocks(block_mask: object, reach: int) -> BlockMask:
     """Build a `BlockMask` from a tensor, whose number of rows gives the block size."""
     check_not_dtensor("block_mask", block_mask)
     if not isinstance(block_mask, Tensor) or block_mask.dim() != 2 or not len(block_mask):
-        got = list(block_mask.shape) if isinstance(block_mask, Tensor) else type(block_mask).__name__
+        got = (
+            f"a tensor of shape {list(block_mask.shape)}" if isinstance(block_mask, Tensor) else short_repr(block_mask)
+        )
         raise ValueError(
-            f"block_mask is {got}: it must be bool [query blocks, key blocks], a BlockMask or a Longformer"
+            f"block_mask is {got}: it must be a bool tensor of shape [query blocks, key blocks], a BlockMask or a "
+            "Longformer"
         )
     if reach % len(block_mask):
         raise ValueError(
-            f"block_mask has {len(block_mask)} blocks for {reach} queries, which it does not divide. If the last block "
-            "is shorter, pass BlockMask(visible, block)"
+            f"block_mask has {len(block_mask)} rows, which do not divide {reach} queries into equal blocks. If the "
+            "last block is shorter, pass BlockMask(visible, block)."
         )
     return BlockMask(block_mask, reach // len(block_mask))
 
 
 def _prefix(length: int | None, causal: bool, reach: int) -> int:
+    """Return the checked ``prefix_length``, 0 for None."""
     if length is None:
         return 0
     if length > reach:
-        raise ValueError(f"prefix_length is {length}: it must be 0 to {reach}, the number of tokens")
+        raise ValueError(f"prefix_length is {length}: it must be between 0 and {reach}, the number of tokens")
     if not causal:
         raise ValueError(f"prefix_length is {length} without causal: it needs causal=True")
     return length
 
 
 def check_sink(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:
-    """Return the sink logits, one per query head, or raise ValueError."""
+    """Return ``learnable_sink``, or raise ValueError if it is not one logit per query head on q's device."""
     if learnable_sink is None:
         return None
     if not learnable_sink.is_floating_point():
-        raise ValueError(f"learnable_sink is {learnable_sink.dtype}: it must be a floating tensor [{q.shape[2]}]")
+        raise ValueError(
+            f"learnable_sink is {learnable_sink.dtype}: it must be a floating-point tensor of shape [{q.shape[2]}]"
+        )
     if tuple(learnable_sink.shape) != (q.shape[2],) or learnable_sink.device != q.device:
         raise ValueError(
-            f"learnable_sink is {list(learnable_sink.shape)} on {learnable_sink.device}: it must be "
+            f"learnable_sink has shape {list(learnable_sink.shape)} on {learnable_sink.device}: it must have shape "
             f"[{q.shape[2]}] on {q.device}, one logit per head of q"
         )
     return learnable_sink
@@ -337,12 +353,12 @@ def build_scores(q: Tensor, args: AttentionArgs, layouts: Layouts) -> Scores:
     """Return softcap, ALiBi and dropout of a call. A missing seed is drawn later."""
     alibi_slopes = args.alibi_slopes
     if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
-        raise ValueError("alibi_slopes requires a gradient, but has none here: pass alibi_slopes.detach()")
+        raise ValueError("alibi_slopes requires a gradient, which is not computed. Pass alibi_slopes.detach().")
     if args.dropout_seed is not None and not args.dropout_p:
-        raise ValueError(f"dropout_seed is {args.dropout_seed} with dropout_p 0: pass dropout_p, or no seed")
+        raise ValueError(f"dropout_seed is {args.dropout_seed} with dropout_p 0. Pass dropout_p, or omit the seed.")
     scores = Scores(args.softcap or 0.0, alibi_slopes, args.dropout_p, args.dropout_seed or 0, args.first_head)
     scores.check_slopes(q.shape[0], q.shape[2], q.device)
     if scores.needs_positions and layouts.reach > MAX_SCORED_POSITIONS:
         name = "dropout_p" if args.dropout_p else "alibi_slopes"
-        raise ValueError(f"layout reaches position {layouts.reach - 1}: with {name} positions must be below 2^31")
+        raise ValueError(f"layout reaches position {layouts.reach - 1}: with {name}, positions must be below 2^31")
     return scores

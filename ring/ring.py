@@ -59,8 +59,8 @@ RING_IN_USE = (
     "one Ring per thread."
 )
 GRAPH_CAPTURE = (
-    "the current stream is captured into a CUDA graph, but a ring waits on the host for other ranks. Capture the code "
-    "before and after the call instead."
+    "the current stream is being captured into a CUDA graph, but a ring waits on the host for other ranks. Capture the "
+    "code before and after the call instead."
 )
 VERSIONS = {"ringattn": __version__, "torch": torch.__version__, "triton": triton.__version__}
 
@@ -100,8 +100,8 @@ class Ring:
 
     A given ``deadline`` also bounds every other wait for ranks, such as connecting, opening and warming up, whatever
     the timeout of the group. In a two-dimensional mesh it holds for both dimensions. Until this ring is closed, the
-    deadline also holds for calls without ``ring=`` on the same group, including ``shard`` and ``unshard``. So it does
-    on meshes whose first dimension is this group. If several rings set a deadline, the last one counts.
+    deadline also holds for calls without ``ring=`` on the same group, including ``shard`` and ``unshard``. It
+    also holds on meshes whose first dimension is this group. If several rings set a deadline, the last one counts.
 
     Raises:
         ValueError: an argument is not one of the values above.
@@ -129,7 +129,7 @@ class Ring:
         self.group: Group = resolve_group(group)
         self.rank, self.size = group_rank_size(self.group)
         if topology is not None and topology.world != self.size:
-            raise ValueError(f"topology has {topology.world} ranks, the group has {self.size}")
+            raise ValueError(f"topology has {topology.world} ranks, but the group has {self.size}")
         self.direction = direction
         self.topology = topology
         self._prefetch = prefetch
@@ -187,10 +187,10 @@ class Ring:
         self.slots, self.prefetch = check_slots(slots, self._prefetch, hops)
 
     def partner(self, group: Group) -> Ring:
-        """Return the ring of the other mesh dimension, created on first use.
+        """Return the partner: the ring of ``group``, the other mesh dimension. Created on first use.
 
-        The partner has this ring's deadline and default settings otherwise. If one of the two fails, both end. Closing
-        this ring closes the partner.
+        The partner has this ring's deadline, and defaults for all other settings. If one of the two fails, both end.
+        Closing this ring closes the partner.
         """
         if group not in self._partners:
             ring = _new_ring(group, self.deadline)
@@ -199,7 +199,7 @@ class Ring:
         return self._partners[group]
 
     def name_ranks(self, names: Sequence[int]) -> None:
-        """Set the rank numbers that error messages use."""
+        """Set the rank number that error messages use for each rank of this ring."""
         self._names[:] = names
 
     def open(self, device: torch.device) -> tuple[Transport, ...]:
@@ -253,7 +253,7 @@ class Ring:
     def call(
         self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores = PLAIN
     ) -> Iterator[RingCall]:
-        """Yield the `RingCall` that the loops run on. Report an error inside to the other ranks."""
+        """Yield the state for one forward or backward of :mod:`.loop`. Report an error inside to the other ranks."""
         with self._watched_call(phase, q.device) as watch:
             transports = self.open(q.device)
             if not any(plan is known for known in self._warm):
@@ -283,7 +283,7 @@ class Ring:
 
     @contextmanager
     def _exchange(self, phase: str, device: torch.device) -> Iterator[tuple[Transport, PostHook]]:
-        """Yield a transport to every rank and the hook for its posts. Report an error inside to the other ranks."""
+        """Yield a transport that reaches every rank, and the callback for its posts. Report an error to other ranks."""
         transport = self.open_flat(device)
         with self._watched_call(phase, device) as watch:
             if not self._is_fully_connected:  # connect every pair of ranks, not only neighbours on the ring
@@ -293,6 +293,7 @@ class Ring:
 
     @contextmanager
     def _watched_call(self, phase: str, device: torch.device) -> Iterator[Watch]:
+        """Yield the watch for one forward, backward or exchange, and report an error inside to the other ranks."""
         watch = self._get_watch(device)
         watch.begin_loop(phase)
         try:
@@ -308,6 +309,7 @@ class Ring:
 
     @staticmethod
     def _slots(slots: Slots | None, count: int, device: torch.device, windows: Windows | None) -> Slots:
+        """Return ``slots`` if there are at least ``count``, else replace them."""
         if slots is not None and slots.count >= count:
             return slots
         if slots is not None:
@@ -378,10 +380,10 @@ class Ring:
             self._watch.cancel_call()
 
     def _draw_seed(self, own_seed: int | None = None) -> int:
-        """Return a 63-bit seed from rank 0's torch generator, equal on every rank. One round trip through the store.
+        """Return a seed that is equal on every rank, by default 63 bits from rank 0's generator. One round trip.
 
         Args:
-            own_seed: the seed that this rank has drawn already, if every rank has drawn one. Rank 0's counts.
+            own_seed: the seed that this rank has drawn already, if every rank has drawn one. Rank 0's seed is returned.
         """
         if self.rank:
             own_seed = None
@@ -405,15 +407,15 @@ class Ring:
             raise watch.report_failure(error) from error
 
     def telemetry(self) -> tuple[Report, ...]:
-        """Return what this rank knows about every rank and how old that is. Empty before the first call.
+        """Return the newest report of every rank that has arrived here, with its age. Empty before the first call.
 
-        Each report has compute and wait seconds, bytes, the last step and clock rates.
+        A report has compute and wait seconds, bytes, the last step and clock rates.
         """
         return self._watch.telemetry() if self._watch is not None else ()
 
     def _get_watch(self, device: torch.device) -> Watch:
         if self._closed:
-            raise ValueError("ring is closed: create a new Ring")
+            raise ValueError("ring is closed. Create a new Ring.")
         self._check_process()
         if self._watch is None:
             self._device = device
@@ -427,7 +429,7 @@ class Ring:
                 gauges=GpuReader(device) if device.type == "cuda" else None,
             )
         if self._device != device:
-            raise ValueError(f"q is on {device}, but this ring works on {self._device}: use one Ring per device")
+            raise ValueError(f"q is on {device}, but this ring works on {self._device}. Use one Ring per device.")
         return self._watch
 
     def _get_control(self) -> Control:
@@ -441,8 +443,8 @@ class Ring:
         """Raise RuntimeError if this process was forked from the ring's process."""
         if self.size > 1 and os.getpid() != self._process:
             raise RuntimeError(
-                f"ring belongs to process {self._process}, but this process is a fork of it and has none of its "
-                "threads: create a new Ring"
+                f"ring belongs to process {self._process}, but this process was forked from it and has none of its "
+                "threads. Create a new Ring."
             )
 
     @contextmanager
@@ -453,7 +455,9 @@ class Ring:
             ValueError: the ring has not been used yet, so its device is unknown.
         """
         if self._device is None:
-            raise ValueError("record() needs a ring that has made a call before, because it must know the device")
+            raise ValueError(
+                "record() needs a ring that has made a call before. Make one call first, so that the device is known."
+            )
         self._trace = Trace(self._device)
         try:
             yield self._trace
@@ -481,7 +485,9 @@ class Ring:
             try:
                 step()
             except Exception as error:
-                logger.warning("rank %d: closing a ring failed in part, some resources may leak: %s", self.rank, error)
+                logger.warning(
+                    "rank %d: closing a ring failed in part, so some resources may leak: %s", self.rank, error
+                )
         self._kv = self._dkv = self._control = self._values = None
         self._opened.clear()
         self._partners.clear()
@@ -506,12 +512,12 @@ def _drain(slots: Slots) -> None:
 
 
 def check_slots(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
-    """Return ``slots`` and ``prefetch`` after checking them against ``hops``, the number of hops in an outer step."""
+    """Check ``slots`` and ``prefetch`` for outer steps of ``hops`` hops; return both, without None."""
     least = 2 if hops > 2 else 1  # a slot cannot receive while it is being sent
     if slots < least:
         raise ValueError(f"slots is {slots}: a ring of {hops} ranks needs at least {least}")
     if prefetch is not None and not 0 <= prefetch < slots:
-        raise ValueError(f"prefetch is {prefetch}: with {slots} slots it must be 0 to {slots - 1}")
+        raise ValueError(f"prefetch is {prefetch}: with {slots} slots it must be between 0 and {slots - 1}")
     return slots, slots - 1 if prefetch is None else prefetch
 
 
@@ -550,7 +556,7 @@ def resolve_ring(ring: Ring | None, group: GroupLike, device: torch.device) -> R
     if not isinstance(ring, Ring):
         raise ValueError(f"ring is {short_repr(ring)}: it must be a Ring")
     if group is not None:
-        raise ValueError("ring and group are both given: pass one of them, because a Ring has its own group")
+        raise ValueError("ring and group are both given. Pass only one of them, because a Ring has its own group.")
     return ring
 
 

@@ -77,13 +77,17 @@ def has_row_boundaries(cu_seqlens: CuSeqlensLike | None) -> bool:
 
 
 def lengths_per_row(name: str, numbers: Iterable[int] | Tensor, batch: int, reach: int) -> tuple[int, ...]:
-    """Return one number of keys per batch row, or raise ValueError."""
+    """Return the argument ``name`` as one number of keys per batch row.
+
+    Raises:
+        ValueError: there are not ``batch`` numbers, or one is not between 0 and ``reach``.
+    """
     lengths = whole_numbers(name, numbers, "[B]")
     if len(lengths) != batch:
         raise ValueError(f"{name} has {len(lengths)} lengths: it must have {batch}, one per batch row")
     for row, length in enumerate(lengths):
         if not 0 <= length <= reach:
-            raise ValueError(f"{name}[{row}] is {length}: it must be 0 to {reach}, the number of keys")
+            raise ValueError(f"{name}[{row}] is {length}: it must be between 0 and {reach}, the number of keys")
     return lengths
 
 
@@ -131,11 +135,14 @@ def split_row_masks(
 
 
 def _documents(cu_seqlens: Any, batch: int, length: int) -> tuple[Documents, ...]:
+    """Return the documents of every batch row, without empty ones; raise ValueError if ``cu_seqlens`` does not fit."""
     by_row: Any = (
         [Documents(row) for row in cu_seqlens] if has_row_boundaries(cu_seqlens) else [Documents(cu_seqlens)] * batch
     )
     if len(by_row) != batch:
-        raise ValueError(f"cu_seqlens has {len(by_row)} rows: it must have {batch}, one per batch row, or be one list")
+        raise ValueError(
+            f"cu_seqlens has {len(by_row)} rows: it must have {batch}, one per batch row, or be one list for all"
+        )
     documents = []
     for row, boundaries in enumerate(by_row):
         if boundaries.seqlen != length:
@@ -151,7 +158,9 @@ def _check_key_mask(key_mask: object, batch: int, keys: int) -> Tensor:
     check_not_dtensor("key_mask", key_mask)
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or tuple(key_mask.shape) != (batch, keys):
         got = f"{key_mask.dtype} {list(key_mask.shape)}" if isinstance(key_mask, Tensor) else type(key_mask).__name__
-        raise ValueError(f"key_mask is {got}: it must be bool [{batch}, {keys}], True if the batch row has the key")
+        raise ValueError(
+            f"key_mask is {got}: it must be a bool tensor of shape [{batch}, {keys}], True if the batch row has the key"
+        )
     if key_mask.device.type != "cpu":
         raise ValueError(
             f"key_mask is on {key_mask.device}: it must be on the CPU, because schedules are built on the host"
@@ -186,6 +195,7 @@ def _cached_rows(
 
 
 def _repeat_spans(spans: Sequence[Span], starts: Iterable[int]) -> Iterator[Span]:
+    """Yield the spans of every row, moved to the start of the row."""
     for start in starts:
         yield from (span._replace(start=start + span.start) for span in spans)
 

@@ -86,12 +86,12 @@ class Session:
         Args:
             fields: what must be equal on all ranks, by the name that errors use. Ranks compare a sequence of calls only
                 when it changes.
-            values: what must be equal and usually changes from call to call.
-            always: exchange even if the call is the expected one.
+            values: what must also be equal, but usually changes from call to call.
+            always: compare even if the sequence of calls is the expected one.
 
         Raises:
             ValueError: on every rank, if a field or value differs; it names the field and the ranks.
-            TransportError: a rank did not come before the deadline.
+            TransportError: a rank did not make this call before the deadline.
         """
         self._ranks._agree(fields, self.device, values, always=always)
 
@@ -99,10 +99,10 @@ class Session:
         """Return the small value that each rank passed, in rank order, inside :meth:`call`; one round trip.
 
         Args:
-            value: anything that JSON has; tuples arrive as lists. Tensors travel by :func:`ringattn.unshard`.
+            value: anything that JSON can express; tuples arrive as lists. For tensors use :func:`ringattn.unshard`.
 
         Raises:
-            TypeError: JSON has no such value.
-            TransportError: a rank did not come before the deadline.
+            TypeError: JSON cannot express ``value``.
+            TransportError: a rank did not make this call before the deadline.
         """
         return self._ranks._gather(value, "the values of a session")

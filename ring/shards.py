@@ -38,17 +38,17 @@ def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "lay
             raise ValueError(f"{name} is {layout!r}: it must be a Layout or one of {', '.join(LAYOUT_NAMES)}")
         if seqlen % world:
             raise ValueError(
-                f"{name} is {layout!r} with {seqlen} tokens over {world} ranks: a name means equal shards; "
-                f"pass Layout.{layout}({seqlen}, {world}) for shards that differ by a token"
+                f"{name} is {layout!r}, which needs equal shards, but {world} ranks do not divide {seqlen} tokens. "
+                f"Pass Layout.{layout}({seqlen}, {world}) for shards that differ by a token."
             )
         resolved: Layout = getattr(Layout, layout)(seqlen, world)
         return resolved
     if not isinstance(layout, Layout):
         raise ValueError(f"{name} is {short_repr(layout)}: it must be a Layout or one of {', '.join(LAYOUT_NAMES)}")
     if layout.world != world:
-        raise ValueError(f"{name} is made for {layout.world} ranks, the group has {world}")
+        raise ValueError(f"{name} is made for {layout.world} ranks, but the group has {world}")
     if layout.seqlen != seqlen:
-        raise ValueError(f"{name} is made for {layout.seqlen} tokens, got {seqlen}")
+        raise ValueError(f"{name} is made for {layout.seqlen} tokens, but there are {seqlen}")
     return layout
 
 
@@ -70,7 +70,7 @@ def shard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: 
 
 
 def _signature(call: str, x: torch.Tensor, layout: Layout, dim: int, **more: object) -> dict[str, object]:
-    """Return the values that must be equal on all ranks."""
+    """Return the fields of a call of ``shard`` or ``unshard`` that must be equal on all ranks."""
     dim %= x.dim()
     sizes = [*x.shape[:dim], "tokens", *x.shape[dim + 1 :]]
     return {
@@ -115,7 +115,7 @@ def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim
         tokens, dim, grad = token_count(x, "x", dim), DIM.check("dim", dim), GRAD_KIND.check("grad", grad)
         resolved = resolve_layout(layout, _seqlen(layout, tokens * ring.size), ring.size)
         length = resolved.lengths[ring.rank]
-        check_tokens(x, "x", dim, length, f"the layout gives rank {ring.rank} {length}")
+        check_tokens(x, "x", dim, length, f"but the layout gives rank {ring.rank} {length}")
         number: Any = ring._agree(_signature("unshard", x, resolved, dim, grad=grad), x.device)
         if isinstance(ring, Rings):  # first along Ulysses, then along the ring
             (ring, ulysses), (number, ulysses_number) = ring, number
@@ -127,10 +127,13 @@ def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim
 
 
 def _seqlen(layout: object, otherwise: int) -> int:
+    """Return the number of tokens of a Layout, or ``otherwise`` if ``layout`` is a name or None."""
     return layout.seqlen if isinstance(layout, Layout) else otherwise
 
 
 class _Unshard(torch.autograd.Function):
+    """Autograd function of :func:`unshard` along one ring."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, layout: Layout, ring: Ring, dim: int, grad: str, number: int

@@ -96,7 +96,7 @@ def _slot_span(
 
 
 def transfer_names(plan: Plan, key: PostKey) -> tuple[str, str]:
-    """Return what a group of transfers sends and what it receives."""
+    """Return the names of what a group of transfers sends and receives, such as "K/V of 3" for shard 3."""
     if key.kind in KV_KINDS:
         coming = plan.hops[key.payload_hop]
         return f"K/V of {plan.kv_sender(coming).shard}", f"K/V of {coming.shard}"
@@ -148,7 +148,7 @@ class _Clock:
 
 
 class _PostBegin(StreamOrderedFence):
-    """Last fence that a post waits for. When it is reached, the transfer begins."""
+    """Fence that a post waits for last. It records the time when it is reached, at which the transfer begins."""
 
     def __init__(self, clock: _Clock) -> None:
         self._clock = clock
@@ -213,7 +213,7 @@ class Trace:
     # while a call runs
 
     def wrap_call(self, call: RingCall) -> RingCall:
-        """Return the call with recording of its transfers and waits."""
+        """Return a copy of the call that records its transfers, compute and waits in this trace."""
         self._plans.append((call.phase, call.plan))
 
         @contextmanager
@@ -226,14 +226,17 @@ class Trace:
         return _RecordedCall(**settings, trace=self)
 
     def record_post(self, key: PostKey, begin: _PostBegin, fence: Fence, sends: Payload, receives: Payload) -> None:
-        """Record a post right after it was made."""
+        """Record a group of transfers right after its post; ``begin`` is the fence that it waits for last."""
         end = None if isinstance(fence, HostFence) else self._clock.now(begin.stream)
         sent, received = (sum(nbytes for _, nbytes in way.sizes) for way in (sends, receives))
         self._posts.append(_Post(len(self._plans) - 1, key, begin, fence, end, sent, received))
 
     @contextmanager
     def span(self, phase: str, kind: str, hop: Hop) -> Iterator[None]:
-        """Record the work inside: done on the CPU, or enqueued on the stream. A wait inside a compute splits it."""
+        """Record the work inside, done on the CPU or enqueued on the stream, as one span of ``kind``.
+
+        A span inside another one, such as a wait inside a compute, splits the outer span.
+        """
         begin, outer = self._clock.now(), self._open
         if outer is not None:
             self._pieces.append(replace(outer, end=begin))
@@ -271,7 +274,7 @@ class Trace:
         return [span for number in range(len(self._plans)) for span in self._slot_trace(number)]
 
     def _done(self, post: _Post) -> CompletedPost:
-        """Return a post with its times. Wait for its end."""
+        """Wait for the end of a post, and return it with its times."""
         if post.end is None:
             assert isinstance(post.fence, HostFence)
             post.fence.wait()
@@ -280,6 +283,7 @@ class Trace:
         return CompletedPost(post.key, at(post.begin.at), at(post.end), post.sent, post.received)
 
     def _moved(self, post: _Post) -> Iterator[TraceSpan]:
+        """Yield the send and the receive of a post, unless empty."""
         phase, plan = self._plans[post.call]
         done = self._done(post)
         sizes = (done.sent, done.received)
@@ -288,6 +292,7 @@ class Trace:
                 yield TraceSpan(phase, kind, post.key.hop, done.begin, done.end, name, nbytes)
 
     def _slot_trace(self, number: int) -> Iterator[TraceSpan]:
+        """Return the uses of slots in the ``number``-th recorded call."""
         computed: dict[int, list[tuple[float, float]]] = {}
         at = self._clock.seconds
         for piece in self._pieces:

@@ -33,8 +33,8 @@ def split_ulysses_heads(heads: int, kv_heads: int, ulysses: int) -> tuple[list[s
     if not can_split_heads(heads, kv_heads, ulysses):
         fitting = [str(size) for size in range(1, heads + 1) if can_split_heads(heads, kv_heads, size)]
         raise ValueError(
-            f"group has {ulysses} ranks in the Ulysses dimension, q has {heads} heads and k {kv_heads}: the heads must "
-            f"split evenly; with these heads the dimension may have {', '.join(fitting)} ranks"
+            f"group has {ulysses} ranks in the Ulysses dimension, which cannot split {heads} heads of q and {kv_heads} "
+            f"of k evenly. With these heads the dimension may have {', '.join(fitting)} ranks."
         )
     edges = [heads * rank // ulysses for rank in range(ulysses + 1)]
     kv_edges = [kv_heads * rank // ulysses for rank in range(ulysses + 1)]
@@ -82,6 +82,7 @@ def tokens_for_heads(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Ten
 
 
 def _join_heads(share: Shares, parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the heads of all ranks; sum the copies of a key head that several ranks computed with."""
     joined, heads = torch.cat([*parts], 2), share.heads[-1].stop
     if joined.shape[2] == heads:
         return joined
@@ -93,21 +94,21 @@ class _Exchange(torch.autograd.Function):
     """Autograd function of one exchange inside an agreed call; its backward is the inverse exchange. Saves nothing."""
 
     @staticmethod
-    def forward(ctx: Any, there: Any, rings: Rings, shares: Sequence[Shares], number: int, *xs: Tensor) -> Any:
-        ctx.there, ctx.rings, ctx.shares, ctx.number = there, rings, shares, number
-        return there(rings.ulysses, shares, xs)
+    def forward(ctx: Any, exchange_op: Any, rings: Rings, shares: Sequence[Shares], number: int, *xs: Tensor) -> Any:
+        ctx.exchange_op, ctx.rings, ctx.shares, ctx.number = exchange_op, rings, shares, number
+        return exchange_op(rings.ulysses, shares, xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = tokens_for_heads if ctx.there is heads_for_tokens else heads_for_tokens
+        inverse = tokens_for_heads if ctx.exchange_op is heads_for_tokens else heads_for_tokens
         with ctx.rings._call_guard(grads[0].device):
-            fields = {"call": f"backward of {ctx.there.__name__}"}
+            fields = {"call": f"backward of {ctx.exchange_op.__name__}"}
             ctx.rings.ulysses._agree(fields, grads[0].device, forward_number=ctx.number)
-            return None, None, None, None, *back(ctx.rings.ulysses, ctx.shares, grads)
+            return None, None, None, None, *inverse(ctx.rings.ulysses, ctx.shares, grads)
 
 
 class Exchange(NamedTuple):
-    """Both exchanges of one call over a mesh."""
+    """The exchanges of one call over a mesh: heads for tokens before the ring, and tokens for heads after it."""
 
     rings: Rings
     queries: Shares
@@ -130,7 +131,7 @@ class Exchange(NamedTuple):
 
 
 def lse_to_rows(lse: Tensor) -> Tensor:
-    """Return ``lse [B, H, S]`` as the exchange takes it, ``[B, S, H, 1]``."""
+    """Return ``lse [B, H, S]`` as ``[B, S, H, 1]``, the shape that an exchange takes."""
     return lse.transpose(1, 2).unsqueeze(3)
 
 

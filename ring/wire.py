@@ -26,7 +26,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class RoundedWire:
-    """Encodes ``[B, S, H, D]`` as one tensor of another dtype, rounded to nearest.
+    """Encoding of ``[B, S, H, D]`` as one tensor of another dtype, rounded to nearest.
 
     Values too large for the dtype become infinite. With bfloat16 these are ``|x| >= (2 - 2^-8) * 2^127`` in fp32. An
     fp16 model receives infinity for ``|x| >= 65,408``, which bfloat16 rounds above the fp16 range.
@@ -50,7 +50,7 @@ class RoundedWire:
 
 
 class ScaledWire:
-    """Encodes as e4m3 with one fp32 scale per (batch, head, 128 tokens), see :func:`ringattn.kernels.quantize`.
+    """Encoding as e4m3 with one fp32 scale per (batch, head, 128 tokens), see :func:`ringattn.kernels.quantize`.
 
     The CPU version uses torch and equals the kernels bit for bit. It works on the tokens of one scale at a time, so
     that its temporaries do not grow with the shard.
@@ -79,7 +79,7 @@ class ScaledWire:
 
 
 def scale_tiles(tokens: int) -> list[slice]:
-    """Return the token ranges of the scales."""
+    """Return the ranges of tokens that share a scale."""
     return [slice(start, start + SCALE_TOKENS) for start in range(0, tokens, SCALE_TOKENS)]
 
 

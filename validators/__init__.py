@@ -1,7 +1,7 @@
 """Argument validators, used by every folder but ``kernels``.
 
-Numbers may be of Python or numpy. Bools are rejected, and so are tensors, because reading one may wait for the GPU. NaN
-is rejected, and every range has an end. The module does not import torch.
+Numbers may be Python's or numpy's. Bools and NaN are rejected, and so are tensors, because reading a tensor may wait
+for the GPU. Every range of integers has both limits. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _is_tensor(value: object) -> bool:
 
 
 class Validator(NamedTuple):
-    """Validator of one kind of argument."""
+    """Values that an argument may have, and the function that checks and converts them."""
 
     expected: str
     """Description of valid values that completes "it must be"."""
@@ -33,7 +33,7 @@ class Validator(NamedTuple):
     """Function that converts a valid value to its normal form and raises for any other."""
 
     def check(self, name: str, value: Any) -> Any:
-        """Return the converted value of the argument ``name``.
+        """Check the value of the argument ``name`` and return it in normal form.
 
         Raises:
             ValueError: If the value is invalid.
@@ -41,14 +41,14 @@ class Validator(NamedTuple):
         try:
             return self.convert(value)
         except (TypeError, ValueError, OverflowError, RuntimeError, AssertionError):
-            hint = "; pass .item() of a tensor" if _is_tensor(value) and value.dim() == 0 else ""
+            hint = ". Pass .item() of the tensor." if _is_tensor(value) and value.dim() == 0 else ""
             raise ValueError(f"{name} is {short_repr(value)}: it must be {self.expected}{hint}") from None
 
 
 def short_repr(value: Any) -> str:
-    """Return a short text of a value for error messages."""
+    """Return a value as short text for error messages; a tensor as its dtype and shape."""
     if _is_tensor(value):
-        return f"a tensor, {value.dtype} {list(value.shape)}"
+        return f"a {value.dtype} tensor of shape {list(value.shape)}"
     kind = type(value)
     is_torch = kind.__module__ == "torch" and kind.__name__ in ("dtype", "device")
     try:
@@ -61,7 +61,7 @@ def short_repr(value: Any) -> str:
 
 
 def integer_between(minimum: int, maximum: int) -> Validator:
-    """Return the validator of integers from ``minimum`` to ``maximum``, both included."""
+    """Return a validator that takes integers from ``minimum`` to ``maximum``, both included."""
 
     def read(value: Any) -> int:
         is_number = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
@@ -80,7 +80,10 @@ def _format_integer(number: int) -> str:
 
 
 def narrow(validator: Validator, expected: str, predicate: Callable[[Any], bool]) -> Validator:
-    """Return a validator that also requires ``predicate`` of the converted value."""
+    """Return ``validator`` with one more condition: ``predicate`` must hold for the converted value.
+
+    ``expected`` describes the remaining values in errors.
+    """
 
     def read(value: Any) -> Any:
         result = validator.convert(value)
@@ -92,8 +95,11 @@ def narrow(validator: Validator, expected: str, predicate: Callable[[Any], bool]
 
 
 def real_number(expected: str, predicate: Callable[[float], bool]) -> Validator:
-    """Return the validator of real numbers that satisfy ``predicate``; comparisons with NaN are False."""
-    return narrow(Validator("a real_number", _convert_number), expected, predicate)
+    """Return a validator that takes real numbers for which ``predicate`` holds, and converts them to floats.
+
+    ``expected`` describes them in errors. Predicates are comparisons, which reject NaN.
+    """
+    return narrow(Validator("a real number", _convert_number), expected, predicate)
 
 
 def _convert_number(value: Any) -> float:
@@ -103,12 +109,12 @@ def _convert_number(value: Any) -> float:
 
 
 def instance_validator(expected: str, *types: type) -> Validator:
-    """Return the validator of instances of ``types``, without conversion."""
+    """Return a validator that takes instances of ``types``, described as ``expected``, without conversion."""
     return narrow(Validator(expected, lambda value: value), expected, lambda value: isinstance(value, types))
 
 
 def word_choice(*words: str) -> Validator:
-    """Return the validator of a fixed set of words."""
+    """Return a validator that takes one of ``words``."""
     return narrow(instance_validator("text", str), f"one of {', '.join(words)}", lambda value: value in words)
 
 
@@ -120,7 +126,7 @@ def optional(validator: Validator) -> Validator:
 
 
 def list_like(expected: str) -> Validator:
-    """Return the validator of iterables, arrays and CPU tensors, which are converted to lists."""
+    """Return a validator that takes iterables, arrays and CPU tensors, but no text, and converts them to lists."""
 
     def read(value: Any) -> list[Any]:
         if isinstance(value, (str, bytes)) or (_is_tensor(value) and value.device.type != "cpu"):

@@ -1,4 +1,4 @@
-"""Softcap, ALiBi and dropout inside a kernel, the jit side of ``scores.ScoreOptions``."""
+"""Softcap, ALiBi and dropout inside a kernel, the jit side of ``scores.Scores``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DropoutCounter(NamedTuple):
 class ScoreModArgs(NamedTuple):
     """Kernel argument with the score modifiers; the fields of a modifier that is off are None.
 
-    ``rows`` and ``columns`` are those of ``Shape``.
+    ``rows`` and ``columns`` are those of ``LaunchShape``.
     """
 
     softcap: Any

@@ -15,7 +15,7 @@ MIN_PART_WIDTH = 16  # smallest number of columns of a matrix instruction
 
 @triton.constexpr_function
 def first_part_width(head_dim):
-    """Return the columns of the first part: a power of two of at least LEAST.
+    """Return the columns of the first part: a power of two of at least MIN_PART_WIDTH.
 
     A head dim is split in two parts, such as 192 into 128 and 64, if that takes fewer columns than padding.
     """

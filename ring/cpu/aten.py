@@ -58,6 +58,7 @@ def operator_backward(
 
 
 def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv of a causal square; ``given`` holds dout, q, k, v and out."""
     rows, squares = lse.shape[2], 1
     while rows % (2 * squares) == 0 and rows // (2 * squares) >= MIN_SPLIT_ROWS:
         squares *= 2
@@ -78,7 +79,10 @@ def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: 
 def _add_rectangles(
     grads: tuple[Tensor, ...], given: tuple[Tensor, ...], lse: Tensor, squares: int, *, scale: float
 ) -> None:
-    """Add the gradients of the late half of each square's rows against the early half of its keys."""
+    """Cut the causal square into ``squares`` along the diagonal, and add the rectangle below the diagonal of each.
+
+    The rectangle has the late half of the square's rows and the early half of its keys.
+    """
     rows = lse.shape[2] // squares
     early, late = slice(0, rows // 2), slice(rows // 2, None)
     halves = late, late, early, early, late  # of dout, q, k, v and out

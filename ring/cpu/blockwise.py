@@ -68,7 +68,7 @@ LOG2_E = 1 / math.log(2)
 
 
 class RegionTile(NamedTuple):
-    """Place of a tile of scores in its region."""
+    """Batch item, heads, rows and keys of a tile of scores, counted from the start of its region."""
 
     item: int
     heads: slice
@@ -164,7 +164,10 @@ class HeadChunk:
 
 
 class MaskEdge(NamedTuple):
-    """Columns of a tile that some rows do not see. Scores are masked by ``&`` with the bits, then ``+`` the ceiling."""
+    """Mask for the columns of a tile that some rows do not see.
+
+    Weights are masked by ``&`` with ``bits``. Scores are masked in the same way, and ``ceiling`` is then added.
+    """
 
     columns: slice
     bits: Tensor  # int32 [rows, columns]: -1 (all bits) if the row sees the key, otherwise 0
@@ -188,7 +191,10 @@ class RowBlock(NamedTuple):
 
 
 def head_chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[HeadChunk]:
-    """Group key/value heads so that each thread is busy and its tile of scores fits into the cache."""
+    """Split K and V into chunks of heads, so that every thread is busy and its tile of scores fits into the cache.
+
+    ``group`` is the number of query heads per key/value head, and ``rows`` the number of queries.
+    """
     items, keys, kv_heads, _ = k.shape
     scores = group * min(_block_rows(group), rows) * min(TILE_KEYS, keys)
     step = max(1, TILE_SCORES // scores) * torch.get_num_threads()
@@ -205,7 +211,8 @@ def head_chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[HeadChunk]:
 def row_blocks(visible: KeyLimits, group: int, kv_heads: int) -> list[RowBlock]:
     """Return the blocks of rows that see any key, with their tiles.
 
-    ``kv_heads`` is the number of key/value heads of a chunk; with fewer heads a tile has more keys.
+    ``group`` is the number of query heads per key/value head. ``kv_heads`` is the number of key/value heads of a chunk;
+    with fewer heads a tile has more keys.
     """
     lo, hi = visible.lo.numpy(), visible.hi.numpy()
     step = _block_rows(group)
@@ -216,6 +223,7 @@ def row_blocks(visible: KeyLimits, group: int, kv_heads: int) -> list[RowBlock]:
 
 
 def _block_rows(group: int) -> int:
+    """Return the query rows per block, for ``group`` query heads per key/value head."""
     return min(max(FOLDED_ROWS // group, MIN_BLOCK_ROWS), MAX_BLOCK_ROWS)
 
 
@@ -234,13 +242,17 @@ def _tiles(lo: Vector, hi: Vector, key_ranges: KeyRanges, width: int) -> Iterato
 
 
 def _edge(lo: Vector, hi: Vector, key: int, end: int, base: int) -> MaskEdge:
+    """Return the mask of the keys ``[key, end)`` of a tile that begins at key ``base``."""
     ends = ((x - key).clip(0, end - key).tobytes() for x in (lo, hi))
     return MaskEdge(slice(key - base, end - base), *_edge_mask(*ends, end - key))
 
 
 @lru_cache(EDGE_CACHE_SIZE)
 def _edge_mask(lo: bytes, hi: bytes, columns: int) -> tuple[Tensor, Tensor]:
-    """Return bits and ceiling of an edge whose row i sees the columns ``lo[i] <= j < hi[i]``; int32 as bytes."""
+    """Return ``bits`` and ``ceiling`` of an edge whose row i sees the columns ``lo[i] <= j < hi[i]``.
+
+    ``lo`` and ``hi`` are int32 as bytes, so that the result can be cached.
+    """
     at = np.arange(columns)
     first, last = (np.frombuffer(x, np.int32)[:, None] for x in (lo, hi))
     seen = torch.from_numpy((at >= first) & (at < last))
@@ -248,10 +260,8 @@ def _edge_mask(lo: bytes, hi: bytes, columns: int) -> tuple[Tensor, Tensor]:
 
 
 FP32_LOWEST = torch.finfo(torch.float32).min
-MAX_SAFE_SCORE, MAX_SAFE_VALUE = (
-    60.0,
-    1e14,
-)  # 2^SMALL * LARGEST_VALUE, summed over a million keys, does not overflow fp32
+# 2^MAX_SAFE_SCORE * MAX_SAFE_VALUE, summed over a million keys, does not overflow fp32
+MAX_SAFE_SCORE, MAX_SAFE_VALUE = 60.0, 1e14
 
 
 @torch.inference_mode()  # its calls are small, and autograd's bookkeeping would add 4%
@@ -292,7 +302,10 @@ def _attend(
     modifiers: RegionModifiers | None,
     workspace: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute one block of rows. Return the new ``out`` and ``lse``; here and below ``lse`` is in base-2 units."""
+    """Attend from one block of rows to its tiles, starting from the state ``(acc, m)``; return the new ``(out, lse)``.
+
+    Here and below, ``m`` and ``lse`` are in base-2 units.
+    """
     if modifiers is None and _is_small(queries, m, chunk):
         total = m.exp2_()
         acc.mul_(total)
@@ -321,13 +334,17 @@ def _attend(
 
 
 def _is_small(queries: Tensor, m: Tensor, chunk: HeadChunk) -> bool:
-    """Return True if all scores are in ``[-SMALL, SMALL]`` (by Cauchy-Schwarz), and state and values are small."""
+    """Return True if ``exp2`` of all scores is safe without subtracting the maximum.
+
+    By Cauchy-Schwarz, the norms of queries and keys limit the scores. The state and the values must also be small.
+    """
     key, value = chunk.max_norms
     score = float(torch.linalg.vector_norm(queries, dim=-1).amax()) * key
     return score < MAX_SAFE_SCORE and value < MAX_SAFE_VALUE and float(m.amax()) < MAX_SAFE_SCORE
 
 
 def _normalize(acc: Tensor, m: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and ``lse`` for the accumulator, the pivot and the sum of exponentials."""
     lse = m.double() + total.double().log2()
     total.masked_fill_(total == 0, 1.0)  # rows without keys keep out = 0 and lse = -inf
     return acc.div_(total), lse
@@ -340,8 +357,8 @@ def blockwise_backward(
 ) -> None:  # fmt: skip
     """Add the gradients of these queries and keys to ``grads``: dq, dk and dv, fp32, in place.
 
-    ``lse`` is the row's over all shards, +inf for a row without keys, and ``delta`` is ``rowsum(dout * out) - dlse``.
-    Both are fp32 ``[B, H, Sq]``. All other shapes are as in :func:`blockwise_forward`.
+    ``lse`` covers the keys of all shards and is +inf for a row without keys. ``delta`` is ``rowsum(dout * out) -
+    dlse``. Both are fp32 ``[B, H, Sq]``. All other shapes are as in :func:`blockwise_forward`.
     """
     modifiers = None if scores.is_plain else RegionModifiers(scores, region)
     dq, dk, dv = grads
@@ -386,7 +403,7 @@ def _weights(
     modifiers: RegionModifiers | None,
     workspace: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the softmax weights of a tile, the factors of dropout, and the derivative of softcap (None if unused)."""
+    """Return the softmax weights of a tile, its dropout factors and the derivative of softcap (each None if unused)."""
     scores, dropout, derivative = _product(queries, keys, workspace), None, None
     if modifiers is not None:
         at = _place(chunk, block, tile)
@@ -411,6 +428,7 @@ def _product(rows: Tensor, columns: Tensor, workspace: Tensor) -> Tensor:
 
 
 def _place(chunk: HeadChunk, block: RowBlock, tile: KeyTile) -> RegionTile:
+    """Return where a tile of scores is in its region."""
     return RegionTile(chunk.item, chunk.heads, slice(block.row, block.end), slice(tile.key, tile.end))
 
 

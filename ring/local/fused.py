@@ -40,7 +40,7 @@ class TritonAttention:
     ) -> None:
         """Raise if the config does not fit heads, scores or GPU, or if its tiles do not divide the mask's blocks.
 
-        Without this check the first hop or the backward would raise, while shards of other ranks are being sent.
+        Without this check the first hop or the backward would raise later, while other ranks are sending.
         """
         if q.device.type == "cpu":
             check_cpu((q,))
@@ -87,7 +87,7 @@ class TritonBackward:
 class SinglePassBackward(TritonBackward):
     """Backward with one launch per hop, which computes dK, dV and dQ when the loop asks for dK/dV.
 
-    The next chunk's launch hides the transfer of a chunk's dK/dV. With one chunk nothing hides it.
+    The launch of the next chunk hides the transfer of a chunk's dK/dV. With one chunk the transfer is exposed.
     """
 
     def __init__(

@@ -126,5 +126,5 @@ class OperatorAttention(RectangleAttention):
             mode = " in deterministic mode" if deterministic else ""
             raise ValueError(
                 f"backend {self.name!r} does not support head dims {dims[0]} of q and k and {dims[1]} of v{why} on "
-                f"compute capability {major}.{minor}{mode}: it takes {self._limits}"
+                f"compute capability {major}.{minor}{mode}: it supports {self._limits}"
             )

@@ -14,8 +14,8 @@ from ...kernels.checks import DTYPES, MAX_HEAD_DIM
 from ...kernels.launch import Pair
 
 FEATURES = {
-    "bounds": "masks that are an interval of keys per query row: causal, window, documents, prefix",
-    "seqused_k": "a number of keys per batch row (seqused_k)",
+    "bounds": "masks with an interval of keys per query row (causal, window_size, cu_seqlens, prefix_length)",
+    "seqused_k": "different numbers of keys per batch row (seqused_k)",
     "block_sparse": "block-sparse masks (block_mask)",
     "softcap": "softcap",
     "alibi_slopes": "alibi_slopes",
@@ -27,7 +27,7 @@ FEATURES = {
     "nan_inputs": "NaN in q, k or v; without it a NaN in lse counts as an error of the kernel",
     "config": "config, the tiles of the Triton kernels",
 }
-"""Features of local kernels, with their names in error messages."""
+"""Features of local kernels, with the text that completes "backend does not support" in errors."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class Supports:
     """Keys of :data:`FEATURES`."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for unknown features."""
+        """Raise ValueError if ``features`` has a name that is not in :data:`FEATURES`."""
         object.__setattr__(self, "features", frozenset(self.features))
         if unknown := sorted({*self.features} - FEATURES.keys()):
-            raise ValueError(f"features has {', '.join(unknown)}: it may have {', '.join(FEATURES)}")
+            raise ValueError(f"features has {', '.join(unknown)}: it may have only {', '.join(FEATURES)}")
 
 
 class LocalForward(Protocol):
-    """Forward of one call and one chunk of heads."""
+    """Forward of one call and one chunk of heads; keeps the softmax state between shards of keys."""
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
         """Add one shard of keys to the state.
 
-        Called at least once per call, and once per part of a mask for each shard.
+        Called at least once per forward, and once for each shard and each part of the mask.
 
         Args:
             k: ``[B, Sk, Hkv, D]``, any strides with a unit last one; Sk may be 0. Do not keep ``k`` or ``v``: their
@@ -64,7 +64,7 @@ class LocalForward(Protocol):
             v: ``[B, Sk, Hkv, Dv]``.
             bounds: keys that each query row sees.
             scores: softcap, ALiBi and dropout of these heads.
-            final: True for the last call.
+            final: True for the last call of this method.
         """
 
     def result(self) -> Pair:
@@ -75,11 +75,11 @@ class LocalForward(Protocol):
 
 
 class LocalBackward(Protocol):
-    """Backward of one call and one chunk of heads.
+    """Backward of one call and one chunk of heads; keeps dQ between shards of keys.
 
     The ring first asks for dQ of this rank's own shard. Then it asks for dK/dV and dQ of every other shard, and last
     for dK/dV of the own shard. This order hides transfers behind compute. In a two-level ring the first shard of each
-    node is treated like the own shard. A kernel that computes all three at once may do so in either method.
+    node is treated like the own shard. A kernel that computes dQ, dK and dV at once may do so in either method.
     """
 
     def dq(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
@@ -91,7 +91,7 @@ class LocalBackward(Protocol):
             bounds: keys that each query row sees.
             scores: softcap, ALiBi and dropout of these heads.
             local: True for the own shard.
-            final: True for the last call.
+            final: True for the last call of this method.
         """
 
     def dkdv(
@@ -152,4 +152,7 @@ class LocalAttention(Protocol):
         self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *, softmax_scale: float,
         config: KernelConfig | None,
     ) -> LocalBackward:  # fmt: skip
-        """Begin a backward from the results over all shards. ``lse`` is -inf for a row that saw no key."""
+        """Begin a backward. ``out`` and ``lse`` cover all shards; ``lse`` is -inf for a row that saw no key.
+
+        ``dlse`` is the gradient of ``lse``, fp32 ``[B, H, S]``, or None.
+        """

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...kernels import PLAIN, Bounds, KernelConfig, Scores
 from ...kernels.launch import Pair
+from ...validators import short_repr
 from .protocol import LocalForward, Supports
 from .regions import Region, RegionKind, regions, split_work
 
@@ -52,7 +53,9 @@ class RectangleAttention:
         supports: Supports, dlse_columns: int = DLSE_COLUMNS, blockwise: Any = None,
     ) -> None:  # fmt: skip
         if blockwise is None and (wrong := sorted(SCORE_FEATURES & {*supports.features})):
-            raise ValueError(f"features has {', '.join(wrong)}: they need blockwise, rectangles do not support them")
+            raise ValueError(
+                f"features has {', '.join(wrong)}, which rectangles do not support. Pass blockwise, or omit them."
+            )
         own = {"backward"} if backward is not None else set[str]()
         own |= {"lse_gradient"} if backward is not None and dlse_columns >= DLSE_COLUMNS else set()
         self.name = name
@@ -73,6 +76,7 @@ class RectangleAttention:
         return RectangleBackward(self, dout, q, out, lse, dlse, softmax_scale=softmax_scale)
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> tuple[Region, ...]:
+        """Cut the bounds of one shard into regions that this kernel can compute; none for empty tensors."""
         if 0 in (q.numel(), k.numel(), v.numel()):
             return ()
         operator = self.blockwise is None or (k.shape[-1] == v.shape[-1] and scores.is_plain)
@@ -86,7 +90,7 @@ class RectangleAttention:
         return cut
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, kind: RegionKind, *, scale: float) -> Pair:
-        """Return ``out`` and ``lse`` of one region."""
+        """Return ``out`` and ``lse`` of one region that is not blockwise."""
         flipped = kind is RegionKind.ANTICAUSAL  # causal after reversing rows and keys
         inputs = [x.flip(1) for x in (q, k, v)] if flipped else [q, k, v]
         results = self._forward(*inputs, causal=kind is not RegionKind.RECTANGLE, scale=scale)
@@ -96,7 +100,7 @@ class RectangleAttention:
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: RegionKind, *, scale: float
     ) -> Tensors:
-        """Return dq, dk and dv of one region."""
+        """Return dq, dk and dv of one region that is not blockwise."""
         assert self._backward is not None
         flipped, inputs = kind is RegionKind.ANTICAUSAL, (dout, q, k, v, out)
         if flipped:
@@ -108,17 +112,21 @@ class RectangleAttention:
 
 
 def check_result(kernel: str, name: str, x: object, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """Raise RuntimeError if a kernel returned a tensor of another shape or dtype."""
+    """Raise RuntimeError if the result ``name`` of a kernel is not a tensor of ``shape`` and one of ``dtypes``."""
     if not isinstance(x, Tensor) or x.shape != shape or x.dtype not in dtypes:
-        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else short_repr(x)
         raise RuntimeError(
-            f"backend {kernel!r} returned {name} as {got}: it must be {' or '.join(map(str, dtypes))} {list(shape)}"
+            f"backend {kernel!r} returned {name} as {got}: it must be {' or '.join(map(str, dtypes))} of shape "
+            f"{list(shape)}"
         )
 
 
 def _items(kernel: str, results: Any, count: int) -> Any:
+    """Return what a kernel returned, or raise RuntimeError if it is no tuple of ``count`` items."""
     if not isinstance(results, tuple | list) or len(results) != count:
-        raise RuntimeError(f"backend {kernel!r} returned {type(results).__name__}: it must be {count} tensors")
+        raise RuntimeError(
+            f"backend {kernel!r} returned {type(results).__name__}: it must be a tuple of {count} tensors"
+        )
     return results
 
 
@@ -152,7 +160,7 @@ class RunningState:
         self._written[region.items, region.rows] = True
 
     def set_value_dim(self, v: Tensor) -> None:
-        """Set the head dim of the values."""
+        """Set the head dim of ``out`` to that of ``v``; by default it is that of q."""
         self._value_dim = v.shape[-1]
 
     def merge(self, region: Region, part: Tensor, part_lse: Tensor) -> None:
@@ -181,6 +189,7 @@ class RunningState:
         return out.to(self._q.dtype), lse.to(torch.float32, memory_format=torch.contiguous_format)
 
     def _whole(self) -> Pair:
+        """Return the state of all rows, created on first use."""
         if self._state is None:
             (batch, rows, heads, _), device = self._q.shape, self._q.device
             out = torch.zeros(batch, rows, heads, self._value_dim, device=device, dtype=torch.float32)
@@ -189,7 +198,7 @@ class RunningState:
 
 
 class MergedForward:
-    """Forward of a kernel without a running state: a new forward for every shard, whose results are merged."""
+    """Forward for a kernel without a running state: runs a new forward for every shard and merges the results."""
 
     def __init__(self, begin: Callable[[], LocalForward], q: Tensor, start: Pair | None, name: str) -> None:
         self._begin, self._name, self._q, self._state = begin, name, q, RunningState(q, start)
@@ -207,7 +216,7 @@ class MergedForward:
 
 
 class RectangleForward:
-    """Merges key shards into a running state, rectangle by rectangle."""
+    """Forward that merges key shards into a running state, region by region."""
 
     def __init__(self, kernel: RectangleAttention, q: Tensor, *, softmax_scale: float, start: Pair | None) -> None:
         self._kernel, self._q, self._scale = kernel, _rows(q), softmax_scale
@@ -243,7 +252,7 @@ class _Heads(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """Regions and heads to compute of a shard, or of a half of it."""
+    """Heads and regions to compute: all of a shard, or one half of the work on it."""
 
     heads: _Heads
     regions: tuple[Region, ...]
@@ -263,7 +272,7 @@ class _Part(NamedTuple):
 
 
 class RectangleBackward:
-    """This rank's part of the gradients, one key shard after the other.
+    """Backward of one query tensor against one key shard after the other.
 
     The operator computes dQ, dK and dV of a rectangle at once. Therefore :meth:`dkdv` does all work of a remote shard
     and :meth:`dq` does nothing; dK/dV are sent while the next shard computes. The local shard is cut in two halves: by
@@ -326,12 +335,14 @@ class RectangleBackward:
         return self._dq.to(self._dtype)
 
     def _whole(self, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> _Share:
+        """Return the share with all heads and regions of a shard."""
         todo = self._kernel.cut(self._q, k, v, bounds, scores)
         key, end = min((region.key for region in todo), default=0), max((region.key_end for region in todo), default=0)
         one_call = len(todo) == 1 and todo[0].kind is not RegionKind.BLOCKWISE and todo[0].items == slice(0, None)
         return _Share(_heads(self._q, k, 0, k.shape[2]), todo, key, end, one_call)
 
     def _halves(self, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> tuple[_Share, _Share]:
+        """Split a shard into two shares: by heads if one operator call computes it, by rows otherwise."""
         shard = self._whole(k, v, bounds, scores)
         if not shard.one_call:
             first, second = split_work(shard.regions)
@@ -366,6 +377,7 @@ class RectangleBackward:
         return accum
 
     def _operator(self, k: Tensor, v: Tensor, heads: _Heads, region: Region) -> Tensors:
+        """Add dQ of a region by one operator call, and return its dK and dV."""
         dout, q, out = (x[region.items, region.rows, heads.queries] for x in (self._dout, self._q, self._out))
         k, v = (F.pad(x, (0, self._extra)) if self._extra else x for x in (k, v))
         lse = self._lse[region.items, heads.queries, region.rows]
@@ -377,6 +389,7 @@ class RectangleBackward:
     def _blockwise(
         self, k: Tensor, v: Tensor, bounds: Bounds, heads: _Heads, region: Region, scores: Scores, accum: Tensors
     ) -> None:
+        """Add dQ of a blockwise region, and add its dK and dV to ``accum``."""
         if self._delta is None:
             self._delta = row_dot(self._dout, self._out).transpose(1, 2)
         dout, q, dq = (x[region.items, region.rows, heads.queries] for x in (self._dout, self._q, self._dq))
@@ -399,6 +412,7 @@ def _zeros(x: Tensor) -> Tensor:
 
 
 def _keys(region: Region, k: Tensor, v: Tensor) -> Pair:
+    """Return K and V of a region."""
     return k[region.items, region.keys], v[region.items, region.keys]
 
 
@@ -409,12 +423,13 @@ def row_dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _heads(q: Tensor, k: Tensor, first: int, end: int) -> _Heads:
+    """Return the key/value heads ``[first, end)`` with their query heads."""
     group = q.shape[2] // k.shape[2]
     return _Heads(slice(first * group, end * group), slice(first, end))
 
 
 def _halves(q: Tensor, k: Tensor) -> tuple[_Heads, _Heads]:
-    """Split the heads in two halves. Keep all in the first if two calls would leave more threads idle than one."""
+    """Split the heads in two halves. The first has all heads if two calls would leave more threads idle than one."""
     batch, heads, threads = k.shape[0], k.shape[2], torch.get_num_threads() if k.device.type == "cpu" else 1
     half = heads // 2
     rounds = [-(-batch * count // threads) for count in (half, heads - half, heads)]
@@ -430,7 +445,10 @@ def _widen(dout: Tensor, extra: Tensor) -> Tensor:
 
 
 def _settle(buffer: Tensor, base: Tensor | None, grad: Tensor, part: _Part) -> None:
-    """Compute ``buffer = base + grad`` in one pass. ``grad`` covers the part's keys; ``base`` may be ``buffer``."""
+    """Compute ``buffer = base + grad`` in one pass, where ``grad`` covers only the keys of ``part``.
+
+    ``base`` may be ``buffer``; None stands for 0.
+    """
     outside = (slice(0, part.key), slice(part.end, None))
     inside = slice(part.key, part.end)
     if base is None:

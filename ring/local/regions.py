@@ -71,9 +71,9 @@ def regions(
 ) -> tuple[Region, ...]:
     """Return disjoint regions that cover every visible pair once. Cached as long as ``bounds`` lives.
 
-    With ``operator=False`` all regions are blockwise, with ``exact=True`` none is. In all other regions every row sees
-    a key, because PyTorch's CPU operator crashes on empty queries or keys and returns ``lse = 0`` for rows without
-    keys.
+    With ``use_operator=False`` all regions are blockwise, with ``exact=True`` none is. In regions that are not
+    blockwise every row sees a key, because PyTorch's CPU operator crashes on empty queries or keys, and returns an lse
+    of 0 for rows without keys.
     """
     if rows == 0 or keys == 0:
         return ()
@@ -113,6 +113,7 @@ def split_work(regions_to_split: Sequence[Region]) -> tuple[tuple[Region, ...], 
 
 
 def _size(region: Region) -> int:
+    """Estimate the number of pairs that a region computes."""
     area = (region.row_end - region.row) * (region.key_end - region.key)
     return -(-area // 2) if region.kind in (RegionKind.CAUSAL, RegionKind.ANTICAUSAL) else area
 
@@ -137,7 +138,7 @@ def _regions(bounds: Bounds, rows: int, keys: int, operator: bool, exact: bool) 
 
 
 def _batches(used: Tensor | None, keys: int) -> Iterator[tuple[int, int | None, int]]:
-    """Yield ``(first, end, keys)`` for runs of batch items with equal numbers of keys."""
+    """Yield ``(first, end, number of keys)`` for runs of batch items with equal ``used``; end None: the last item."""
     if used is None:
         yield 0, None, keys
         return
@@ -147,13 +148,16 @@ def _batches(used: Tensor | None, keys: int) -> Iterator[tuple[int, int | None, 
 
 
 def _block_sparse(lo: Tensor, hi: Tensor, index: BlockSparseIndex, operator: bool, exact: bool) -> Iterator[Region]:
-    """Yield per band the operator's regions of long key ranges, and one blockwise region for everything else."""
+    """Yield the regions of a block-sparse mask, band by band (see :func:`_bands`).
+
+    Long key ranges of a band become regions for the operator, all others one blockwise region.
+    """
     for row, end, band in _bands(index, len(lo)):
         (band_lo, band_hi), rest = (lo[row:end], hi[row:end]), []
         for begin, stop in band:
             cut = list(_cut(band_lo.clamp(begin, stop), band_hi.clamp(begin, stop), exact)) if operator else []
-            shortest = min((min(one.row_end - one.row, one.key_end - one.key) for one in cut), default=0)
-            if exact or (shortest >= MIN_ROWS and all(one.kind is not RegionKind.BLOCKWISE for one in cut)):
+            shortest = min((min(x.row_end - x.row, x.key_end - x.key) for x in cut), default=0)
+            if exact or (shortest >= MIN_ROWS and all(x.kind is not RegionKind.BLOCKWISE for x in cut)):
                 yield from (region._replace(row=row + region.row, row_end=row + region.row_end) for region in cut)
             else:
                 rest.append((begin, stop))
@@ -163,7 +167,7 @@ def _block_sparse(lo: Tensor, hi: Tensor, index: BlockSparseIndex, operator: boo
 
 
 def _bands(index: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRanges]]:
-    """Yield runs of query blocks that see the same keys, as ``(row, row_end, key ranges)``."""
+    """Yield bands, which are runs of query blocks that see the same keys, as ``(row, row_end, key ranges)``."""
     begins, ends = index.begins.tolist(), index.ends.tolist()
     blocks = [tuple(zip(begins[a:b], ends[a:b], strict=True)) for a, b in pairwise(index.offsets.tolist())]
     for seen, group in groupby(range(len(blocks)), key=blocks.__getitem__):
@@ -172,7 +176,10 @@ def _bands(index: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRa
 
 
 def _blockwise(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Region]:
-    """Yield blockwise regions. A long run of rows is cut, because a region copies its keys and fresh memory is slow."""
+    """Yield blockwise regions for the rows ``[start, end)``, without blind rows at the ends.
+
+    A long run of rows is cut, because a region copies its keys and fresh memory is slow.
+    """
     for row in range(start, end, MAX_BLOCKWISE_ROWS):
         a, b = _trim_blind_rows(lo, hi, row, min(row + MAX_BLOCKWISE_ROWS, end))
         if a < b:
@@ -193,13 +200,17 @@ SAME, LONGER, SHORTER, SHIFTED, OTHER = range(5)
 
 
 def _classify_rows(lo: Tensor, hi: Tensor) -> Tensor:
+    """Return SAME to OTHER for each row but the first."""
     rise, fall, seen = hi.diff(), lo.diff(), hi > lo
     regular = (fall <= 1) & (rise <= 1) & seen[:-1] & seen[1:]
     return torch.where(regular, SHORTER * fall + rise, OTHER)
 
 
 def _regular_runs(lo: Tensor, hi: Tensor, least: int) -> list[tuple[int, int]]:
-    """Return runs of at least ``least`` rows, ``[start, end)``, in which all rows follow each other in the same way."""
+    """Return runs of rows ``[start, end)`` in which all rows but the first have the same class, none of them OTHER.
+
+    ``least`` is the minimum of rows with this class.
+    """
     steps, counts = torch.unique_consecutive(_classify_rows(lo, hi), return_counts=True)
     ends = counts.cumsum(0)
     long = (steps != OTHER) & (counts >= least)
@@ -217,6 +228,7 @@ def _trim_blind_rows(lo: Tensor, hi: Tensor, start: int, end: int) -> tuple[int,
 
 
 def _shape(lo: Tensor, hi: Tensor, start: int, end: int, exact: bool) -> Iterator[Region]:
+    """Yield the regions of the rows ``[start, end)``: rectangles and triangles if all rows have the same class."""
     start, end = _trim_blind_rows(lo, hi, start, end)
     if start == end:
         return
@@ -242,10 +254,11 @@ def _shape(lo: Tensor, hi: Tensor, start: int, end: int, exact: bool) -> Iterato
 
 
 def _cut_window(start: int, end: int, lo: int, hi: int) -> Iterator[Region]:
-    """Yield the regions of a window that moves along with its rows, band by band.
+    """Yield the regions of a window that moves by one key per row, band by band.
 
-    Each band has a triangle at its left edge, a rectangle in the middle and a triangle at its right edge. A band has
-    fewer rows than the window has keys, so that the triangles do not overlap::
+    ``lo`` and ``hi`` are the bounds of the first row. Each band has a triangle at its left edge, a rectangle in the
+    middle and a triangle at its right edge. A band has fewer rows than the window has keys, so that the triangles do
+    not overlap::
 
         keys    0 1 2 | 3 | 4 5 6
         row 0   # # # | # | # . .
@@ -261,5 +274,6 @@ def _cut_window(start: int, end: int, lo: int, hi: int) -> Iterator[Region]:
 
 
 def _rectangle(row: int, row_end: int, key: int, key_end: int) -> Iterator[Region]:
+    """Yield a rectangle, unless it has no keys."""
     if key < key_end:
         yield Region(RegionKind.RECTANGLE, row, row_end, key, key_end)

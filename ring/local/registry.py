@@ -31,11 +31,15 @@ def register_backend(name: str, factory: Factory, *, default_for: str | None = N
         ValueError: the name is taken, or the device type has a default.
     """
     if not isinstance(name, str) or not name or name == "auto" or name in _FACTORIES:
-        raise ValueError(f"name is {short_repr(name)}: it must be text other than auto, {', '.join(_FACTORIES)}")
+        raise ValueError(
+            f"name is {short_repr(name)}: it must be text other than the names in use, auto, {', '.join(_FACTORIES)}"
+        )
     if not callable(factory):
         raise ValueError(f"factory is {short_repr(factory)}: it must be callable and return a LocalAttention")
     if default_for in _DEFAULTS:
-        raise ValueError(f"default_for is {default_for!r}: backend='auto' means {_DEFAULTS[default_for]} there")
+        raise ValueError(
+            f"default_for is {default_for!r}, but backend='auto' already selects {_DEFAULTS[default_for]} there"
+        )
     _FACTORIES[name] = factory
     if default_for is not None:
         _DEFAULTS[default_for] = name
@@ -59,18 +63,17 @@ def resolve_backend(backend: Any, device: torch.device) -> LocalAttention:
     if name not in _FACTORIES:
         raise ValueError(
             f"backend is {short_repr(backend)}: it must be one of auto, {', '.join(_FACTORIES)}, or a LocalAttention "
-            "(under "
-            "torch.compile only its registered name)"
+            "(under torch.compile only its registered name)"
         )
     if name not in _KERNELS:
         try:
             kernel = _FACTORIES[name]()
         except Exception as error:
             raise ValueError(f"backend {name!r} cannot be used here: {type(error).__name__}: {error}") from error
-        _check_kernel(f"the result of the factory of backend {name!r}", kernel)
+        _check_kernel(f"the result of factory for backend {name!r}", kernel)
         if kernel.name != name:
             raise ValueError(
-                f"the factory of backend {name!r} returned a kernel named {kernel.name!r}: both must be equal"
+                f"the factory of backend {name!r} returned a kernel named {kernel.name!r}: the names must be equal"
             )
         _KERNELS.setdefault(name, kernel)
     return _KERNELS[name]
@@ -81,7 +84,7 @@ def _check_kernel(what: str, kernel: Any) -> LocalAttention:
         takes = "a LocalAttention, an object with name, supports, forward and backward"
         raise ValueError(f"{what} is {short_repr(kernel)}: it must be {takes}")
     if not isinstance(kernel.name, str) or not isinstance(kernel.supports, Supports):
-        raise ValueError(f"{what} is {short_repr(kernel)}: its name must be text, its supports a ringattn.Supports")
+        raise ValueError(f"{what} is {short_repr(kernel)}: its name must be text and its supports a ringattn.Supports")
     return kernel
 
 
@@ -89,18 +92,22 @@ def check_supports(
     kernel: LocalAttention, q: Tensor, v: Tensor, needs: dict[str, bool], scores: Scores, block: int | None,
     config: KernelConfig | None,
 ) -> None:  # fmt: skip
-    """Raise if a kernel does not support a call. The kernel's own ``check`` may raise other errors than ValueError."""
+    """Raise ValueError if a kernel does not support a call, and run the kernel's own ``check`` if it has this method.
+
+    ``needs`` has the names of :data:`FEATURES`, True if the call needs the feature. ``block`` is the block size of a
+    block-sparse mask.
+    """
     supports, text = kernel.supports, f"backend {kernel.name!r} does not support"
     dim, value_dim = q.shape[3], v.shape[3]
     value_dims = (dim,) if supports.value_dims is None else supports.value_dims
     if q.device.type not in supports.devices:
-        raise ValueError(f"{text} q on {q.device}: it takes {', '.join(supports.devices)}")
+        raise ValueError(f"{text} q on {q.device}: it supports {', '.join(supports.devices)}")
     if q.dtype not in supports.dtypes:
-        raise ValueError(f"{text} q of {q.dtype}: it takes {', '.join(map(str, supports.dtypes))}")
+        raise ValueError(f"{text} q of {q.dtype}: it supports {', '.join(map(str, supports.dtypes))}")
     if dim not in supports.head_dims:
-        raise ValueError(f"{text} head dim {dim} of q and k: it takes {supports.head_dims}")
+        raise ValueError(f"{text} head dim {dim} of q and k: it supports {supports.head_dims}")
     if value_dim not in value_dims:
-        raise ValueError(f"{text} head dim {value_dim} of v: it takes {value_dims} if q and k have {dim}")
+        raise ValueError(f"{text} head dim {value_dim} of v: it supports {value_dims} if q and k have {dim}")
     if "state" not in supports.features:
         needs = needs | {"learnable_sink": False}  # the ring merges it
     for name in (name for name, is_needed in needs.items() if is_needed and name not in supports.features):

@@ -19,17 +19,17 @@ Cell = Callable[["Schedule", "Hop"], str]
 def format_schedule(plan: Schedule) -> str:
     """Return a header and two tables, for K/V and for dK/dV, with a row per rank in ring order and a column per hop."""
     several = len(plan.nodes) > 1
-    sent = "> sent on" + (", » sent on by rail" if several else "")
-    back = "^ returned to the root" if several else "^ returned to the owner"
-    root = "< arrived at the root, » sent on by rail to the owner" if several else "< arrived"
+    sent = "> sends it on" + (", » sends it on by rail" if several else "")
+    back = "^ returns them to the root" if several else "^ returns them to the owner"
+    root = "< receives them back, » sends them to the owner by rail" if several else "< receives them back"
     return "\n".join(
         [
             textwrap.fill(_header(plan), WIDTH),
             "",
-            _legend(f"K/V: N compute with shard N, (N) pass it on only, {sent}, . none"),
+            _legend(f"K/V: N computes with shard N, (N) only passes it on, {sent}, . nothing"),
             *_table(plan, _kv_cell),
             "",
-            _legend(f"dK/dV: N of shard N, > sent on, {back}, {root}, . none"),
+            _legend(f"dK/dV: N has those of shard N, > sends them on, {back}, {root}, . nothing"),
             *_table(plan, _dkv_cell),
         ]
     )
@@ -54,7 +54,7 @@ def _header(plan: Schedule) -> str:
 
 
 def _goal(distances: Sequence[int], count: int, to: str, what: str) -> str:
-    """Describe where K/V move: to a neighbour, or the signed distances of the hops, the short way round."""
+    """Describe where K/V move: to a neighbour, or to ranks at signed distances from the owner, the short way round."""
     if [*distances] == [*range(len(distances))]:
         return f"the {to} {what}"
     away = [far if 2 * far <= count else far - count for far in distances]
@@ -65,6 +65,7 @@ def _goal(distances: Sequence[int], count: int, to: str, what: str) -> str:
 
 
 def _kv_cell(plan: Schedule, hop: Hop) -> str:
+    """Format what a rank does with K/V at a hop, in the signs of the legend."""
     leaves = (" >" if hop.kv_to is not None else "") + (" »" if hop.rail_to is not None else "")
     if not hop.computes and hop.kv_from is None and not leaves:
         return "."
@@ -72,6 +73,7 @@ def _kv_cell(plan: Schedule, hop: Hop) -> str:
 
 
 def _dkv_cell(plan: Schedule, hop: Hop) -> str:
+    """Format what a rank does with dK/dV at a hop, in the signs of the legend."""
     comes = hop.index % plan.inner == 0 and hop.dkv_from is not None
     leaves = hop.dkv_to is not None
     marks = (" <" if comes else "") + (" »" if hop.return_to is not None else "")
@@ -104,6 +106,7 @@ def _lines(plan: Schedule, cell: Cell, columns: Sequence[int | None]) -> list[st
 
 
 def _columns(plan: Schedule, numbers: Sequence[int | None], cell: Callable[[int], str]) -> Iterator[str]:
+    """Yield the cells of one row, with separators between outer steps."""
     for hop in numbers:
         if hop and hop % plan.inner == 0:
             yield OUTER_SEPARATOR

@@ -56,8 +56,8 @@ def _join_spans(rank: int, spans: Iterable[tuple[int, ...]]) -> tuple[Span, ...]
         before = joined[-1] if joined else Span(0, 0)
         if span.start < before.stop:
             raise ValueError(
-                f"{name} starts at {span.start}, the span before it ends at {before.stop - 1}: "
-                "the positions of a rank must ascend"
+                f"{name} starts at {span.start}, but the span before it ends at {before.stop - 1}. "
+                "The positions of a rank must ascend."
             )
         if joined and span.step == before.step and span.start == before.start + before.length * before.step:
             span = Span(before.start, before.length + span.length, before.step)
@@ -67,15 +67,15 @@ def _join_spans(rank: int, spans: Iterable[tuple[int, ...]]) -> tuple[Span, ...]
 
 
 def _span(name: str, given: tuple[int, ...]) -> Span:
+    """Return ``(start, length[, step])`` as a span, or raise ValueError with ``name``."""
     try:
         span = Span(*map(POSITIONS.convert, given))
     except (TypeError, ValueError):
         span = Span(0, 0, 0)
     if span.step < 1 or span.stop > MAX_POSITIONS:
         raise ValueError(
-            f"{name} is {short_repr(given)}: it must be a Span(start, length, step=1) of whole numbers, start and "
-            "length at "
-            "least 0, step at least 1, and positions below 2^62"
+            f"{name} is {short_repr(given)}: it must be a Span(start, length, step=1) of whole numbers. Start and "
+            "length must be at least 0, step at least 1, and all positions below 2^62."
         )
     return span if span.length > 1 else span._replace(step=1)
 
@@ -106,11 +106,12 @@ def _refuse_overlap(spans_per_rank: Iterable[Iterable[Span]]) -> None:
             ranks = sorted((before.rank, after.rank))
             raise ValueError(
                 f"spans_per_rank holds position {after.first * period + after.residue} on rank {ranks[0]} "
-                f"and on rank {ranks[1]}: a position may be on one rank only"
+                f"and on rank {ranks[1]}. A position may be on one rank only."
             )
 
 
 def _runs(span: Span, period: int, rank: int) -> Iterator[_Run]:
+    """Yield the runs of a span; its step divides ``period``."""
     stride = period // span.step
     for offset in range(min(stride, span.length)):
         first, residue = divmod(span.start + offset * span.step, period)
@@ -188,7 +189,13 @@ class Documents:
 
 
 def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) -> tuple[int, ...]:
-    """Return a list or one-dimensional integer CPU tensor as a tuple of integers, or raise ValueError."""
+    """Return the argument ``name``, a list or an integer CPU tensor ``[n]``, as a tuple of integers.
+
+    ``shape`` is the expected shape in the message.
+
+    Raises:
+        ValueError: the argument is anything else.
+    """
     check_not_dtensor(name, given)
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu":
@@ -197,14 +204,14 @@ def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) ->
                 "host"
             )
         if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-            raise ValueError(f"{name} is {given.dtype} {list(given.shape)}: it must be integers {shape}")
+            raise ValueError(
+                f"{name} is {given.dtype} {list(given.shape)}: it must be an integer tensor of shape {shape}"
+            )
         return tuple(given.tolist())
     try:
         return tuple(map(INTEGERS.convert, given))
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{name} is {short_repr(given)}: it must be a list of whole numbers, or a CPU tensor"
-        ) from None
+        raise ValueError(f"{name} is {short_repr(given)}: it must be a list of whole numbers or a CPU tensor") from None
 
 
 _SPEED = real_number("a finite number of at least 0", lambda speed: 0 <= speed < inf)
@@ -247,7 +254,7 @@ def _exact_speeds(given: Iterable[float]) -> list[Fraction]:
     if not exact:
         raise ValueError("speeds is empty: it must have the relative speed of every rank")
     if not any(exact):
-        raise ValueError(f"speeds is {[*map(float, exact)]}: at least one rank must be faster than 0")
+        raise ValueError(f"speeds is {[*map(float, exact)]}: at least one speed must be above 0")
     return exact
 
 
@@ -260,15 +267,17 @@ def _from_both_ends(start: int, end: int, heads: Sequence[int], lengths: Sequenc
 
 
 def _shares(speeds: Sequence[Fraction]) -> list[Fraction]:
-    """Return the share of the total speed that the first 1, 2, ... ranks have."""
+    """Return the share of the total speed that ranks 0 to r have together, for every r."""
     return [part / sum(speeds) for part in accumulate(speeds)]
 
 
 def _nearest(x: Fraction) -> int:
+    """Round to the nearest integer, halves up."""
     return floor(x + Fraction(1, 2))
 
 
 def _differences(ends: Iterable[int]) -> list[int]:
+    """Return the lengths of consecutive runs from 0 with these ends."""
     return [after - before for before, after in pairwise([0, *ends])]
 
 
@@ -299,7 +308,7 @@ class Layout:
         given = list_like("a list with the spans of every rank").check("spans_per_rank", spans_per_rank)
         checked = tuple(_join_spans(rank, spans) for rank, spans in enumerate(given))
         if not checked:
-            raise ValueError("spans_per_rank is empty: it must have a list of spans for every rank")
+            raise ValueError("spans_per_rank is empty: it must have one list of spans per rank")
         _refuse_overlap(checked)
         object.__setattr__(self, "spans_per_rank", checked)
         object.__setattr__(self, "table", _table(checked))
@@ -319,12 +328,12 @@ class Layout:
         for rank, positions in enumerate(positions_per_rank):
             name = f"positions_per_rank[{rank}]"
             if not isinstance(positions, torch.Tensor):
-                raise ValueError(f"{name} is {short_repr(positions)}: it must be an integer CPU tensor [S]")
+                raise ValueError(f"{name} is {short_repr(positions)}: it must be an integer CPU tensor of shape [S]")
             if positions.device.type != "cpu" or positions.dim() != 1 or positions.dtype not in INTEGER_DTYPES:
                 got = f"{positions.dtype} {list(positions.shape)} on {positions.device}"
-                raise ValueError(f"{name} is {got}: it must be an integer CPU tensor [S]")
+                raise ValueError(f"{name} is {got}: it must be an integer CPU tensor of shape [S]")
             if (positions.diff() < 1).any():
-                raise ValueError(f"{name} does not ascend: sort the positions of a rank")
+                raise ValueError(f"{name} does not ascend. Sort the positions of the rank.")
             spans.append(_spans(positions.long()))
         return cls(spans)
 
@@ -442,7 +451,7 @@ class Layout:
             ValueError: the layout skips positions, ``x`` has another length, or there is no such rank or dim.
         """
         self._require_whole()
-        check_tokens(x, "x", dim, self.seqlen, f"the layout is made for {self.seqlen}")
+        check_tokens(x, "x", dim, self.seqlen, f"but the layout is made for {self.seqlen}")
         before = (slice(None),) * (dim % x.ndim)
         spans = self.spans(rank) or (Span(0, 0),)
         return torch.cat([x[(*before, slice(span.start, span.stop, span.step))] for span in spans], dim)
@@ -456,14 +465,13 @@ class Layout:
         self._require_whole()
         shards = Validator("the shards of all ranks, in rank order", list).check("shards", shards)
         if len(shards) != self.world:
-            raise ValueError(f"shards has {len(shards)} tensors, the layout is made for {self.world} ranks")
+            raise ValueError(f"shards has {len(shards)} tensors: it must have one per rank, {self.world}")
         for rank, (x, length) in enumerate(zip(shards, self.lengths, strict=True)):
-            check_tokens(x, f"shards[{rank}]", dim, length, f"rank {rank} has {length}")
+            check_tokens(x, f"shards[{rank}]", dim, length, f"but rank {rank} has {length}")
             like, other = ([*t.narrow(dim, 0, 0).shape, t.dtype, t.device] for t in (shards[0], x))
             if other != like:
-                raise ValueError(
-                    f"shards[{rank}] is {other} apart from its tokens, shards[0] is {like}: they must be equal"
-                )
+                got, first = (f"{t.dtype} {list(t.shape)} on {t.device}" for t in (x, shards[0]))
+                raise ValueError(f"shards[{rank}] is {got}: it must be like shards[0], {first}, except along dim {dim}")
         if all(span.step == 1 for spans in self.spans_per_rank for span in spans):
             pieces = [
                 piece for x, spans in zip(shards, self.spans_per_rank, strict=True) for piece in _cut(x, spans, dim)
@@ -490,7 +498,7 @@ class Layout:
 
     @torch.inference_mode(False)
     def _order(self, device: torch.device) -> torch.Tensor:
-        """Return the index of positions 0, 1, 2, ... in the concatenated shards. The host waits for the copy once."""
+        """Return where positions 0, 1, 2, ... are in the concatenated shards. Cached on ``device``."""
 
         def make() -> torch.Tensor:
             return torch.cat([self.positions(rank) for rank in range(self.world)]).argsort().to(device)
@@ -532,7 +540,7 @@ def shift_layout(layout: Layout, by: int) -> Layout:
 
 
 def _table(spans_per_rank: tuple[tuple[Span, ...], ...]) -> torch.Tensor:
-    """Build the table of spans. A rank without tokens gets an empty span, so that it counts as a rank."""
+    """Build :attr:`Layout.table`. A rank without tokens gets an empty span, so that the table has every rank."""
     rows = [(rank, *span) for rank, spans in enumerate(spans_per_rank) for span in spans or (Span(0, 0),)]
     return torch.tensor(rows)
 
@@ -551,6 +559,7 @@ def _positions(spans: Sequence[Span]) -> torch.Tensor:
 
 
 def _spans(positions: torch.Tensor) -> list[Span]:
+    """Return ascending positions as spans."""
     steps, counts = torch.unique_consecutive(positions.diff(), return_counts=True)
     runs = zip(steps.tolist(), counts.tolist(), strict=True)
     spans: list[Span] = []
@@ -569,20 +578,23 @@ def token_count(x: torch.Tensor, name: str, dim: int) -> int:
     check_tensor(name, x, may_be_meta=True)
     dim = DIM.check("dim", dim)
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim is {dim}: {name} has {x.ndim} dimensions")
+        raise ValueError(f"dim is {dim}, but {name} has {x.ndim} dimensions")
     return x.shape[dim]
 
 
 def check_tokens(x: torch.Tensor, name: str, dim: int, tokens: int, reason: str) -> None:
-    """Raise ValueError if ``x`` does not have ``tokens`` along ``dim``. The message names a dimension that does."""
+    """Raise ValueError if ``x`` does not have ``tokens`` along ``dim``.
+
+    The message consists of the length of ``x``, ``reason``, and another dimension that has ``tokens``, if any.
+    """
     length = token_count(x, name, dim)
     if length != tokens:
-        fits = f"; dim {x.shape.index(tokens)} has {tokens}" if tokens in x.shape else ""
+        fits = f". Dim {x.shape.index(tokens)} has {tokens}." if tokens in x.shape else ""
         raise ValueError(f"{name} has {length} tokens along dim {dim}, {reason}{fits}")
 
 
 def _cut(x: torch.Tensor, spans: Sequence[Span], dim: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the runs of a shard, each with its first position."""
+    """Yield ``(first position, tokens)`` for every span of a shard."""
     offset = 0
     for span in spans:
         yield span.start, x.narrow(dim, offset, span.length)

@@ -52,7 +52,7 @@ class BlockMask:
         check_not_dtensor("block_mask", visible)
         if not isinstance(visible, torch.Tensor) or visible.dtype != torch.bool or visible.dim() != 2:
             got = f"{visible.dtype} {list(visible.shape)}" if isinstance(visible, torch.Tensor) else repr(visible)
-            raise ValueError(f"block_mask is {got}: it must be bool [query blocks, key blocks]")
+            raise ValueError(f"block_mask is {got}: it must be a bool tensor of shape [query blocks, key blocks]")
         if visible.device.type != "cpu":
             raise ValueError(
                 f"block_mask is on {visible.device}: it must be on the CPU, because schedules are built on the host"
@@ -61,7 +61,7 @@ class BlockMask:
         self.block = check_at_least(1, "block", block)
 
     def shard_blocks(self, layout: Layout, rank: int, kv_layout: Layout, shard: int) -> torch.Tensor:
-        """Return which key blocks of one shard the query blocks of another see, bool ``[query blocks, key blocks]``.
+        """Return which query blocks of ``rank`` see which key blocks of ``shard``, bool ``[query blocks, key blocks]``.
 
         Raises:
             ValueError: a span of either shard begins or ends inside a block.
@@ -75,7 +75,7 @@ class BlockMask:
             self._blocks(name, layout, rank, -(-layout.reach // self.block))
 
     def _blocks(self, name: str, layout: Layout, rank: int, count: int) -> torch.Tensor:
-        """Return the blocks of one shard, ascending."""
+        """Return the indices of the blocks of one shard, ascending; ``count`` is the number of blocks of the mask."""
         runs = []
         for start, length, step in layout.spans(rank):
             end = start + length
@@ -153,7 +153,7 @@ def fixed(seqlen: int, block: int, *, stride: int, summary: int) -> BlockMask:
     queries, keys = _grid(seqlen, block)
     step, last = _multiple("stride", stride, block), _multiple("summary", summary, block)
     if last > step:
-        raise ValueError(f"summary is {summary}: it must be at most stride, {stride}")
+        raise ValueError(f"summary is {summary}: it must be at most {stride}, the stride")
     same_run = queries // step == keys // step
     return BlockMask((keys <= queries) & (same_run | (keys % step >= step - last)), block)
 
@@ -184,7 +184,7 @@ def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, 
     window, global_ = check_at_least(1, "window", window), check_at_least(0, "global_", global_)
     random = check_at_least(0, "random", random)
     if window % 2 == 0:
-        raise ValueError(f"window is {window}: it must be odd, the query's own block and equally many on either side")
+        raise ValueError(f"window is {window}: it must be odd: the query's own block, and equally many on either side")
     seen = ((queries - keys).abs() <= window // 2) | (queries < global_) | (keys < global_)
     generator = torch.Generator().manual_seed(SEED.check("seed", seed))
     for row in seen:
@@ -215,14 +215,16 @@ def longformer(window: int, global_tokens: Iterable[tuple[int, int]]) -> Longfor
         ValueError: ``window`` is odd or negative, or the ranges are empty, overlap or descend.
     """
     if check_at_least(0, "window", window) % 2:
-        raise ValueError(f"window is {window}: it must be even, half of it on either side")
+        raise ValueError(f"window is {window}: it must be even, because half of it is on either side")
     try:
         ranges = tuple((index(start), index(end)) for start, end in global_tokens)
     except (TypeError, ValueError):
-        raise ValueError(f"global_tokens is {global_tokens!r}: it must be ranges (start, end)") from None
+        raise ValueError(f"global_tokens is {global_tokens!r}: it must be a list of ranges (start, end)") from None
     for number, (start, end) in enumerate(ranges):
         if not (ranges[number - 1][1] if number else 0) <= start < end:
-            raise ValueError(f"global_tokens[{number}] is {(start, end)}: ranges must ascend and must not be empty")
+            raise ValueError(
+                f"global_tokens[{number}] is {(start, end)}: ranges must ascend, without overlap, and must not be empty"
+            )
     return Longformer((window // 2, window // 2), ranges)
 
 
@@ -242,7 +244,7 @@ def _grid(seqlen: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _multiple(name: str, value: int, block: int) -> int:
     """Return ``value`` as a number of blocks, or raise ValueError if it is not a positive multiple of ``block``."""
     if check_at_least(1, name, value) % block:
-        raise ValueError(f"{name} is {value}: it must be a positive multiple of block, {block}")
+        raise ValueError(f"{name} is {value}: it must be a positive multiple of {block}, the block size")
     return value // block
 
 
@@ -255,7 +257,7 @@ PositionRange = tuple[int, int]  # positions ``[start, end)``
 
 @dataclass(frozen=True)
 class Mask:
-    """Rule which keys a query sees. Each field is an interval of positions; a key must lie in all of them.
+    """Rule that says which keys a query sees. Each field is an interval of positions; a key must lie in all of them.
 
     Neither end of an interval decreases with the query's position, so that a hop's mask is one :class:`Bounds` for
     every layout. There are two exceptions. ``blocks`` is a block-sparse pattern inside the intervals. ``global_tokens``
@@ -357,6 +359,7 @@ def visible_pairs(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tens
 
 
 def _pairs(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> int:
+    """Count the visible pairs of one part of a mask, for one batch row."""
     lo, hi = _indices(mask, q_positions, k_positions)
     seen = lo < hi
     lo, hi, queries = lo[seen], hi[seen], q_positions[seen]

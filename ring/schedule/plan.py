@@ -31,7 +31,9 @@ class KvPost(NamedTuple):
     send_to: int | None  # rank that K/V of ``send_hop`` are sent to
     by_rail: bool  # True between nodes, False inside a node or in a flat ring
     needs_wait: bool
-    """True if posting order does not protect the outgoing K/V, which arrived on the other level or are made here.
+    """True if the send must wait for a fence, because the K/V arrived on the other level or are this rank's own.
+
+    Otherwise the K/V have arrived by then, because the posts of a level run in order.
     """
 
 
@@ -86,8 +88,9 @@ class Plan:
     def kv_arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
         """Return the hops whose K/V are posted when ``hop`` begins.
 
-        Inside a node these are ``prefetch`` hops ahead, by rail one outer step ahead. Hops of a later outer step are
-        never posted, because its root may still be on the rail and would block all later posts.
+        Inside a node these hops are ``prefetch`` hops ahead. K/V that move by rail are posted one outer step ahead.
+        Hops of a later outer step are never posted, because its root may still be on the rail and would block all later
+        posts.
         """
         root = hop // self.inner * self.inner
         end = min(hop + prefetch + 1, root + self.inner)
@@ -96,7 +99,7 @@ class Plan:
         return self.hops[hop + prefetch : end]
 
     def kv_posts(self, prefetch: int) -> tuple[tuple[KvPost, ...], ...]:
-        """Return the K/V groups that are posted when each hop begins, in order. Cached."""
+        """Return for each hop the K/V groups that are posted when the hop begins, in order. Cached."""
         if prefetch not in self._kv_posts:
             arrivals = (self.kv_arrivals(hop.index, prefetch) for hop in self.hops)
             self._kv_posts[prefetch] = tuple(tuple(map(self._kv_post, coming)) for coming in arrivals)
@@ -121,7 +124,7 @@ class Plan:
 
     @cached_property
     def dkv_arrivals(self) -> tuple[tuple[Hop, ...], ...]:
-        """Hops whose dK/dV arrive while each hop sends its own: the next hop, and a root that dK/dV return to."""
+        """For each hop, the hops whose dK/dV arrive while it sends: the next hop, and a root if dK/dV return to it."""
         following = [[hop] if hop.dkv_from is not None and not self.is_outer_root(hop) else [] for hop in self.hops[1:]]
         returns = [[self.dkv_returns[hop.index]] if hop.index in self.dkv_returns else [] for hop in self.hops]
         return tuple((*next_hop, *root) for next_hop, root in zip([*following, []], returns, strict=True))
@@ -150,6 +153,7 @@ class Positions:
         )
 
     def _moved(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the positions on the device."""
         return positions.to(self.device, torch.int32)
 
     def shard_layout(self, shard: int) -> Layout:
@@ -196,7 +200,8 @@ def plan(
 ) -> Plan:
     """Return the plan of ``rank``, ready on the current stream of ``device``. Cached.
 
-    The plan is a pure function of its arguments, so that all ranks agree on the transfers without communication.
+    The arguments are those of :func:`.schedule.schedule`. The plan is a pure function of them, so that all ranks agree
+    on the transfers without communication.
     """
     return _shared_plan(layout, mask, rank, direction, device, topology, slots, kv_layout).read()
 

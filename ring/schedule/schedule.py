@@ -138,9 +138,11 @@ class Schedule:
 
     @cached_property
     def _places(self) -> dict[int, Edge]:
+        """Node of each rank, and the rank's index in it."""
         return {rank: (n, i) for n, node in enumerate(self.nodes) for i, rank in enumerate(node)}
 
     def _moved(self, rank: int, hop: int, direction: int) -> int:
+        """Return the rank at the distance of ``hop`` from ``rank``, in ``direction``."""
         (node, local), (outer, step) = self._places[rank], divmod(hop, self.inner)
         ranks = self.nodes[(node + direction * self.outer_steps[outer]) % len(self.nodes)]
         return ranks[(local + direction * self.steps[step]) % len(ranks)]
@@ -165,7 +167,7 @@ class Schedule:
 
     @cached_property
     def active_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """First and last step after the root that computes, per shard and outer step; (1, 0) if none does."""
+        """First and last step after the root that computes, per shard and outer step; (1, 0) if no step computes."""
         outers = range(0, self.count, self.inner)
         return tuple(tuple(_active_range(hops[outer : outer + self.inner]) for outer in outers) for hops in self.active)
 
@@ -187,7 +189,7 @@ class Schedule:
         return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
 
     def node_sees(self, shard: int, outer: int) -> bool:
-        """Return True if some rank computes with ``shard`` during outer step ``outer``, while one node holds it."""
+        """Return True if a rank of the node that ``shard`` visits in outer step ``outer`` computes with the shard."""
         return any(self.active[shard][outer * self.inner : (outer + 1) * self.inner])
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
@@ -270,11 +272,13 @@ def schedule(
     """
     keys = layout if kv_layout is None else kv_layout
     if keys.world != layout.world:
-        raise ValueError(f"kv_layout is made for {keys.world} ranks, layout for {layout.world}: both must be the same")
+        raise ValueError(
+            f"kv_layout is made for {keys.world} ranks and layout for {layout.world}: both must be the same"
+        )
     if direction not in (1, -1):
         raise ValueError(f"direction is {direction!r}: it must be 1 (to the next rank) or -1 (to the previous rank)")
     if topology is not None and topology.world != layout.world:
-        raise ValueError(f"topology has {topology.world} ranks, layout is made for {layout.world}")
+        raise ValueError(f"topology has {topology.world} ranks, but layout is made for {layout.world}")
     if slots < 1:
         raise ValueError(f"slots is {slots}: it must be at least 1")
     nodes: tuple[tuple[int, ...], ...] = (tuple(range(layout.world)),)
@@ -307,12 +311,12 @@ def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
     upward = (0, *(np.flatnonzero(np.asarray(seen.any(axis=(0, 1)))[1:]) + 1).tolist())
     nearest = tuple(sorted(upward, key=lambda far: (min(far, count - far), far)))
 
-    def moved(order: tuple[int, ...]) -> int:
+    def moved_keys(order: tuple[int, ...]) -> int:
         used = seen[:, :, order]
         last = np.where(used.any(axis=2), len(order) - 1 - used[:, :, ::-1].argmax(axis=2), 0)
         return int((last * lengths[:, None]).sum())
 
-    return min(upward, nearest, key=moved)
+    return min(upward, nearest, key=moved_keys)
 
 
 def _select_moves(
@@ -330,6 +334,7 @@ def _pairs(moves: Sequence[TransferTable], world: int) -> tuple[Edge, ...]:
 
 
 def _active_range(hops: tuple[bool, ...]) -> tuple[int, int]:
+    """Return one pair of :attr:`Schedule.active_ranges`."""
     away = [index for index, computes in enumerate(hops) if computes and index]
     return (away[0], away[-1]) if away else (1, 0)
 
@@ -373,6 +378,7 @@ def _return_slot(plan: Schedule, root: int, last: int) -> int:
 
 
 def _away(plan: Schedule, rank: int, index: int) -> Hop:
+    """Build a hop that is not the first of its outer step."""
     shard, (outer, step) = plan.shard_at(rank, index), divmod(index, plan.inner)
     first, last = plan.active_ranges[shard][outer]
     comes, goes, adds = step <= last, step < last, first <= step <= last

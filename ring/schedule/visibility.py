@@ -20,7 +20,7 @@ INTERVALS_CACHE_SIZE = 8  # cached results; the schedule and `sent_keys` use the
 
 
 def active_shards(layout: Layout, mask: Mask, keys: Layout) -> Marks:
-    """Return True where a query of a rank sees a key of a shard, ``[rank, shard]``; exact.
+    """Return bool ``[rank, shard]``: True if any query of the rank sees any key of the shard; exact.
 
     The cost grows with the number of queries plus the number of key spans, not with their product.
 
@@ -52,7 +52,7 @@ class KeyIndex:
         self.stripes = table[table[:, 2] != 1]
 
     def visible_shards(self, starts: Vector, ends: Vector) -> Marks:
-        """Return True for each shard that has a key in any of the intervals, ``[world]``."""
+        """Return bool ``[world]``: True for each shard that has a key in any of the intervals ``[starts, ends)``."""
         seen = np.zeros(self.world, dtype=np.bool_)
         if len(starts):
             widest = int((ends - starts).argmax())
@@ -62,6 +62,7 @@ class KeyIndex:
         return seen
 
     def _mark(self, seen: Marks, starts: Vector, ends: Vector) -> None:
+        """Set ``seen`` for each shard that has a key in any of the intervals."""
         first, past = np.searchsorted(self.stops, starts, side="right"), np.searchsorted(self.starts, ends)
         nonempty = first < past
         if nonempty.sum() == 1:
@@ -152,7 +153,7 @@ def sent_keys(layout: Layout, mask: Mask, keys: Layout) -> Layout:
 
 
 def _seen_by_others(layout: Layout, mask: Mask) -> Iterator[PositionIntervals] | None:
-    """Return for each rank the positions that queries of other ranks see; None if they have too many pieces."""
+    """Return for each rank the intervals that queries of other ranks see; None if there are too many."""
     seen = [
         _merge_unsorted(*(np.concatenate(ends) for ends in zip(*parts, strict=True)))
         for parts in rank_intervals(layout, mask)

@@ -75,7 +75,7 @@ def test_a_kernel_that_does_not_fit_fails_without_the_gate(monkeypatch: pytest.M
 def test_a_variant_that_its_entry_point_refuses_has_a_row() -> None:
     (large,) = parse_variants("86:bf16:128:middle:forward:full:mha:128x128x8x3")
     row = inspect_variant(large)
-    assert "a block of sm_86 has 101,376" in row["problems"] and not row["blocks"] and row["bound"] is None
+    assert "sm_86 allows 101,376 per block" in row["problems"] and not row["blocks"] and row["bound"] is None
 
 
 def inspect(*arguments: str) -> list[dict[str, Any]]:

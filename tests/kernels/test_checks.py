@@ -70,14 +70,14 @@ def refused(call: Callable[..., Any], arguments: dict[str, Any], message: str) -
 INPUTS: dict[str, dict[str, Any]] = {
     r"q has shape \[2, 8, 64\]: it must be \[B, S, H, D\]": {"q": zeros(2, 8, 64)},
     r"q is torch.int64: it must be float16, bfloat16 or float32": {"q": zeros(2, 8, 4, 16, dtype=torch.int64)},
-    r"v is torch.float16, q is torch.float32: .* same dtype": {"v": zeros(2, 6, 2, 24, dtype=torch.float16)},
-    r"k is on meta, q on cpu: .* same device": {"k": zeros(2, 6, 2, 16, device=META)},
-    r"k has batch size 3, q has 2: they must be equal": {"k": zeros(3, 6, 2, 16)},
-    r"q has head dim 257: it must be 1 to 256": {"q": zeros(2, 8, 4, 257)},
+    r"v is torch.float16 and q is torch.float32: .* same dtype": {"v": zeros(2, 6, 2, 24, dtype=torch.float16)},
+    r"k is on meta and q is on cpu: .* same device": {"k": zeros(2, 6, 2, 16, device=META)},
+    r"k has batch size 3 and q has 2: they must be equal": {"k": zeros(3, 6, 2, 16)},
+    r"q has head dim 257: it must be between 1 and 256": {"q": zeros(2, 8, 4, 257)},
     r"v has strides \(576, 96, 48, 2\): the last stride must be 1": {"v": unaligned(2, 6, 2, 24)},
-    r"k has head dim 32, q has 16: they must be equal": {"k": zeros(2, 6, 2, 32)},
-    r"v is \[2, 6, 1, 24\], k is \[2, 6, 2, 16\]: .* must be equal": {"v": zeros(2, 6, 1, 24)},
-    r"k has 3 heads, q has 4: .* must be a multiple of": {"k": zeros(2, 6, 3, 16), "v": zeros(2, 6, 3, 24)},
+    r"k has head dim 32 and q has 16: they must be equal": {"k": zeros(2, 6, 2, 32)},
+    r"v has shape \[2, 6, 1, 24\] and k has \[2, 6, 2, 16\]: .* must be equal": {"v": zeros(2, 6, 1, 24)},
+    r"k has 3 heads and q has 4: .* must be a multiple of": {"k": zeros(2, 6, 3, 16), "v": zeros(2, 6, 3, 24)},
     r"softmax_scale is 0.0: it must be a number from 1e-30 to 1e30": {"softmax_scale": 0.0},
     r"softmax_scale is 1e-31: it must be a number from 1e-30 to 1e30": {"softmax_scale": 1e-31},
     r"^bounds has only one of lo and hi: pass both vectors, or FULL$": {"bounds": Bounds(None, INDEX)},
@@ -111,15 +111,18 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"state": (STATE, zeros(2, 8, 4))}, r"state\[1\] has shape \[2, 8, 4\]: it must be \[2, 4, 8\]"),
     ({"state": (STATE, gap(2, 4, 8))}, r"state\[1\] has strides \(64, 16, 1\): it must be contiguous"),
     ({"state": (STATE, None)}, "state has only one of out and lse"),
-    ({"bounds": vectors(lo=INDEX[:6])}, r"\.lo is torch.int32 \[6\] on cpu: .* int32 \[8\] on cpu, one per query row"),
+    (
+        {"bounds": vectors(lo=INDEX[:6])},
+        r"\.lo is torch.int32 \[6\] on cpu: .* int32 of shape \[8\] on cpu, one per query row",
+    ),
     ({"bounds": vectors(hi=INDEX[:6])}, r"bounds\.hi is torch.int32 \[6\] .*, one per query row"),
     ({"bounds": vectors(hi=zeros(16, dtype=torch.int32)[::2])}, r"bounds\.hi has stride \(2,\): it must be contiguous"),
     ({"bounds": Bounds(None, None, INDEX[:3])}, r"seqused_k is torch.int32 \[3\] .* \[2\] on .*, one per batch row"),
-    ({"bounds": Bounds([0] * 8, INDEX)}, "bounds.lo is <class 'list'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
-    ({"bounds": Bounds(None, None, [8, 8])}, "bounds.seqused_k is <class 'list'>: it must be"),  # type: ignore[arg-type]
+    ({"bounds": Bounds([0] * 8, INDEX)}, "bounds.lo is list: it must be a torch.Tensor"),  # type: ignore[arg-type]
+    ({"bounds": Bounds(None, None, [8, 8])}, "bounds.seqused_k is list: it must be"),  # type: ignore[arg-type]
     ({"bounds": blocks(1, 2)}, r"bounds.block_sparse has \[1, 2\] blocks: .* must have \[1, 1\]"),
     ({"bounds": blocks(1, 1, device=META)}, "bounds.block_sparse is on meta"),
-    ({"bounds": blocks(1, 1, block=24)}, "blocks of 24: they must be a multiple of 16"),
+    ({"bounds": blocks(1, 1, block=24)}, "blocks of 24 positions: the number must be a multiple of 16"),
     ({"bounds": blocks(1, 1), "config": tiles(16, 32)}, "config.forward has tiles of 16 x 32: they must divide the bl"),
     ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 for none"),
     ({"scores": Scores(softcap=1e-9)}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 for none"),
@@ -127,9 +130,9 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"scores": Scores(dropout_seed=1 << 64)}, "dropout_seed is 18446744073709551616"),
     ({"scores": Scores(alibi_slopes=zeros(3))}, r"alibi_slopes is torch.float32 \[3\] .* \[4\] or \[2, 4\]"),
     ({"scores": Scores(alibi_slopes=zeros(4, 2).T)}, "alibi_slopes has strides .*: it must be contiguous"),
-    ({"scores": Scores(alibi_slopes=0.5)}, "alibi_slopes is <class 'float'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
-    ({"scores": DROPS}, "q_positions of the scores is None: ALiBi and dropout need int32 .8."),
-    ({"scores": replace(DROPS, q_positions=range(8))}, "q_positions of the scores is <class 'range'>: it must be"),  # type: ignore[arg-type]
+    ({"scores": Scores(alibi_slopes=0.5)}, "alibi_slopes is float: it must be a torch.Tensor"),  # type: ignore[arg-type]
+    ({"scores": DROPS}, "q_positions of the scores is None: ALiBi and dropout need int32 of shape .8."),
+    ({"scores": replace(DROPS, q_positions=range(8))}, "q_positions of the scores is range: it must be"),  # type: ignore[arg-type]
     ({"scores": replace(DROPS, q_positions=INDEX.long())}, r"q_positions of the scores is torch.int64 \[8\]"),
     ({"scores": replace(DROPS, q_positions=INDEX[:7])}, r"q_positions of the scores is torch.int32 \[7\]"),
 ]
@@ -172,7 +175,7 @@ DELTA: list[tuple[dict[str, Any], str]] = [
 WHOLE: list[tuple[dict[str, Any], str]] = [
     *DELTA,
     ({"out": zeros(2, 6, 4, 24)}, r"^out has shape \[2, 6, 4, 24\]: it must be \[2, 8, 4, 24\]"),
-    ({"dk": DK}, "dk and dv: pass both accumulators, or neither"),
+    ({"dk": DK}, "only one of dk and dv is given: pass both accumulators, or neither"),
     ({"dq": DQ[:1].expand(2, 8, 4, 16)}, "^dq has strides .*: the kernel writes it"),
     ({"dk": DK.half(), "dv": DV}, "^dk is torch.float16: it must be torch.float32"),
 ]
@@ -195,12 +198,15 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"sm_margin": 4}, "sm_margin is 4 and persistent False: it must be None or"),
     (
         {"forward_kernel": "hopper", "pack_gqa": True},
-        "pack_gqa True: forward_kernel='hopper' supports only 'heads', False",
+        "pack_gqa True: forward_kernel='hopper' needs order='heads', .* pack_gqa=False",
     ),
     *(({"dkdv_splits": n}, "dkdv_splits is .*: it must be 'auto' or a div") for n in (0, True, "2")),
-    ({"dkdv_splits": 2, "backward": "single_pass"}, "dkdv_splits is 2 with backward='single_pass': it applies only"),
-    ({"dkdv_epilogue": "descriptors", "backward": "hopper"}, "with backward='hopper': it applies only to 'two_pass'"),
-    ({"single_pass": TILE}, "single_pass is Tile.* with backward='two_pass', which ignores it"),
+    (
+        {"dkdv_splits": 2, "backward": "single_pass"},
+        "dkdv_splits is 2 with backward='single_pass': it needs 'two_pass'",
+    ),
+    ({"dkdv_epilogue": "descriptors", "backward": "hopper"}, "with backward='hopper': it needs 'two_pass'"),
+    ({"single_pass": TILE}, "single_pass is Tile.*, but backward is 'two_pass'"),
 ]
 
 

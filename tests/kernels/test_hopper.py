@@ -319,7 +319,7 @@ def test_unsuitable_inputs_are_refused(
 def test_barriers_have_a_kibibyte_of_shared_memory() -> None:
     room = shared_limit(hopper_forward_launch.HOPPER_CAPABILITY) - 1024
     hopper_forward_launch.check_shared_bytes("config.forward", 128, room, "stages")
-    with pytest.raises(ValueError, match=r"config\.forward needs 232449 bytes of shared memory at head dim 128"):
+    with pytest.raises(ValueError, match=r"config\.forward needs 232,449 bytes of shared memory at head dim 128"):
         hopper_forward_launch.check_shared_bytes("config.forward", 128, room + 1, "stages")
 
 

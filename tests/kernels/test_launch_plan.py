@@ -311,9 +311,9 @@ def test_a_tile_that_does_not_fit_is_refused_with_a_suggestion(field: str, gpu: 
             else attention_backward(x.dout, x.q, x.k, x.v, x.dout, x.dlse, config=config)
         ),
     ]
-    fits = r"at least [\d,]+ bytes of shared memory, a block of sm_90 has 232,448; Tile\(.*\) fits"
+    fits = r"at least [\d,]+ bytes of shared memory, but sm_90 allows 232,448 per block\. Use Tile\(.*\)"
     for call in calls:
-        with pytest.raises(ValueError, match=rf"config\.{field} is Tile\(block_q=256, .*\): it needs {fits}"):
+        with pytest.raises(ValueError, match=rf"config\.{field} is Tile\(block_q=256, .*\), which needs {fits}"):
             call()
     assert not seen
     if field != "forward":
@@ -349,7 +349,7 @@ def test_out_of_resources_is_reported_with_the_options() -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     message = "forward_kernel with BLOCK_Q=64, BLOCK_K=32, num_warps=4, num_stages=2 needs 300,000 of shared memory"
-    with pytest.raises(ValueError, match=f"{message}, this GPU has 232,448"):
+    with pytest.raises(ValueError, match=f"{message}, but this GPU has 232,448"):
         launch.launch(kernel(run), 1, torch.device("cpu"), **launch.tile_options(Tile(64, 32, 4, 2)))
 
 

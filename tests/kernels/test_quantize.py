@@ -152,7 +152,7 @@ E4M3 = torch.float8_e4m3fn
     [
         ({"values": torch.zeros(1, 4, 2, 8, dtype=torch.float64)}, r"VALUES is torch.float64: it must be float16, bf"),
         ({"codes": torch.zeros(1, 4, 2, 8)}, r"CODES is torch.float32: it must be torch.float8_e4m3fn"),
-        ({"codes": torch.zeros(1, 5, 2, 8).to(E4M3)}, r"CODES has shape \[1, 5, 2, 8\]: VALUES has \[1, 4, 2, 8\]"),
+        ({"codes": torch.zeros(1, 5, 2, 8).to(E4M3)}, r"CODES has shape \[1, 5, 2, 8\] and VALUES has \[1, 4, 2, 8\]"),
         ({"codes": torch.zeros(1, 4, 4, 8).to(E4M3)[:, :, ::2]}, r"CODES has strides .* must be contiguous"),
         ({"scale": torch.zeros(1, 2, 1)}, r"scale has shape \[1, 2, 1\]: it must be \[1, 1, 2\]"),
         ({"scale": torch.zeros(1, 1, 2, dtype=torch.float16)}, r"scale is torch.float16: it must be torch.float32"),

@@ -61,21 +61,21 @@ def test_a_table_round_trips() -> None:
 
 BIG = {"block_q": 128, "block_k": 512, "num_warps": 8, "num_stages": 3}
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"version": 2}, "version is 2: this ringattn reads version 1"),
+    ({"version": 2}, "version is 2: this ringattn reads only version 1"),
     ({"gpu": "sm_80"}, "gpu is sm_80 and arch 90"),
     ({"gpu": "sm_90"}, "gpu is sm_90 and arch 90: "),
     ({"triton": "3"}, "triton is '3': it must be a version"),
     ({"entries__0": []}, "entries[0] is []: it must be of type dict"),
-    ({"entries__1": table()["entries"][0]}, "two entries are for the same point"),
+    ({"entries__1": table()["entries"][0]}, "two entries have the same kernel"),
     ({"entries__0__kernel": "rm -rf /"}, "entries[0]: 'rm -rf /' is not one of forward, dq, dkdv"),
     ({"entries__0__mask": "causal"}, "entries[0]: 'causal' is not one of full, bounded"),
-    ({"entries__0__length": 0}, "length of at least 1"),
-    ({"entries__0__tile": BIG}, "at least 524288 bytes of shared memory, a block has 232448"),
+    ({"entries__0__length": 0}, "length are 128, 128, 4 and 0: they must be at least 1"),
+    ({"entries__0__tile": BIG}, "at least 524,288 bytes of shared memory: a block has 232,448"),
     ({"entries__0__tile__block_q": 48}, "entries[0].tile: block_q is 48: it must be a power of two"),
-    ({"entries__0__tile__block_q": 1024}, "a block_q or block_k above 512"),
+    ({"entries__0__tile__block_q": 1024}, "tile.block_q and tile.block_k are 1024 and 64: they must be at most 512"),
     ({"entries__0__tile": ...}, "entries[0].tile is None"),
-    ({"entries__0__estimated": True}, "estimated is True and seconds 0.001"),
-    ({"entries__0__seconds": 0}, "seconds 0: seconds must be null for an estimate"),
+    ({"entries__0__estimated": True}, "estimated is True and seconds is 0.001"),
+    ({"entries__0__seconds": 0}, "seconds is 0: seconds must be null for an estimate"),
     ({"entries__0__options": {"forward_kernel": "hopper", "persistent": True}}, "entries[0]: order is 'heads'"),
     ({"entries__0__options": {"dkdv_splits": 2}}, "dkdv_splits is 2: forward has no such option or value"),
     ({"entries__0__options": {"sm_margin": 0}}, "sm_margin is 0: forward has no such option or value"),
@@ -152,7 +152,7 @@ def test_folder_precedence(folders: Folders, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_missing_folder_warns(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"config_dir is '/nowhere': there is no such folder; `ringattn tune"):
+    with pytest.raises(ValueError, match=r"config_dir is '/nowhere': there is no such folder\. `ringattn tune"):
         load_tuned_tiles(H200, "/nowhere")
     monkeypatch.setenv(tables.CONFIG_DIR, "/nowhere")
     with pytest.warns(UserWarning, match="RINGATTN_CONFIG_DIR is '/nowhere'"):
@@ -198,7 +198,7 @@ def test_a_refused_table_warns_once_and_defaults_are_used(damage: str, folders: 
         "triton": "3.1",
     }  # NVIDIA-H200 gives the same file name, but is another GPU
     path.write_text("{" if damage == "broken" else json.dumps(data | {damage: wrong[damage]}))
-    with pytest.warns(UserWarning, match="is refused: .*the built-in tiles are used") as warned:
+    with pytest.warns(UserWarning, match="is refused: .*The built-in tiles are used") as warned:
         assert found() is None
         assert found(99) is None
     assert len(warned) == 1 and str(path) in str(warned[0].message)

@@ -132,7 +132,7 @@ def forks(rank: int) -> list[str]:
 
 def test_calls_in_forked_processes_raise_at_once() -> None:
     for of_ring, of_group, of_close in group_results(2, forks):
-        assert re.match(r"RuntimeError: ring belongs to process \d+, but this process is a fork", of_ring)
+        assert re.match(r"RuntimeError: ring belongs to process \d+, but this process was forked", of_ring)
         assert re.match(r"RuntimeError: group belongs to the process that process \d+ was forked from", of_group)
         assert of_close == ": "
 

@@ -57,14 +57,14 @@ def test_large_scores_do_not_overflow() -> None:
 
 SHAPES: list[tuple[list[tuple[int, ...]], str]] = [
     ([(2, 3, 4), (2, 3, 1, 4), (2, 3, 1, 4)], r"q has shape \[2, 3, 4\]"),
-    ([(2, 3, 3, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "k has 2 heads, q has 3"),
+    ([(2, 3, 3, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "k has 2 heads and q has 3"),
     ([(1, 3, 2, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "batch and head dim"),
     ([(2, 3, 2, 4), (2, 3, 2, 4), (2, 4, 2, 4)], "all but the head dim"),
 ]
 AT = torch.arange(4)
 CALLS: list[tuple[dict[str, Any], str]] = [
-    ({"causal": True}, "q has 3 tokens, k has 4"),
-    ({"alibi_slopes": torch.ones(2)}, "q has 3 tokens, k has 4"),
+    ({"causal": True}, "q has 3 tokens and k has 4"),
+    ({"alibi_slopes": torch.ones(2)}, "q has 3 tokens and k has 4"),
     ({"causal": True, "q_positions": AT[:3]}, "both, or neither"),
     ({"causal": True, "q_positions": AT, "k_positions": AT}, "q_positions has shape"),
     ({"dropout_p": 0.5, "q_positions": AT[:3], "k_positions": AT}, r"dropout_p is 0\.5 without dropout_seed"),

@@ -23,13 +23,14 @@ def test_printed_schedules() -> None:
         == """\
 3 ranks, K/V move to the next rank, 6 of 9 hops compute
 
-K/V: N compute with shard N, (N) pass it on only, > sent on, . none
+K/V: N computes with shard N, (N) only passes it on, > sends it on, . nothing
         hop 0  hop 1  hop 2
 rank 0  0 >    .      .
 rank 1  1 >    0 >    .
 rank 2  2      1      0
 
-dK/dV: N of shard N, > sent on, ^ returned to the owner, < arrived, . none
+dK/dV: N has those of shard N, > sends them on, ^ returns them to the owner,
+< receives them back, . nothing
         hop 0  hop 1  hop 2
 rank 0  0 <    .      .
 rank 1  1 <    0 >    .
@@ -47,8 +48,8 @@ def test_printed_two_level_schedule_with_reordered_nodes() -> None:
 6 ranks (3 nodes of 2 ranks), K/V move to the previous rank, every 2 hops to the
 previous node, 15 of 36 hops compute
 
-K/V: N compute with shard N, (N) pass it on only, > sent on, » sent on by rail,
-. none
+K/V: N computes with shard N, (N) only passes it on, > sends it on,
+» sends it on by rail, . nothing
                hop 0  hop 1  |  hop 2    hop 3  |  hop 4  hop 5
 node 0 rank 4  4 »    .      |  (0) > »  3      |  .      2
 node 0 rank 1  1 »    .      |  (3) > »  0      |  (2) >  .
@@ -57,8 +58,8 @@ node 1 rank 3  3 »    .      |  2 »      .      |  1      .
 node 2 rank 5  5      .      |  4        .      |  (0) >  3
 node 2 rank 2  2 »    .      |  1 »      .      |  (3) >  0
 
-dK/dV: N of shard N, > sent on, ^ returned to the root, < arrived at the root,
-» sent on by rail to the owner, . none
+dK/dV: N has those of shard N, > sends them on, ^ returns them to the root,
+< receives them back, » sends them to the owner by rail, . nothing
                hop 0  hop 1  |  hop 2  hop 3  |  hop 4  hop 5
 node 0 rank 4  .      .      |  0 < »  3 ^    |  .      2 ^
 node 0 rank 1  .      .      |  3 < »  0 ^    |  2 < »  .

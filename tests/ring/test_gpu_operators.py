@@ -212,7 +212,7 @@ def test_another_base_or_layout_is_caught(name: str, wrong: str, monkeypatch: py
 @NAMES
 def test_cpu_tensors_are_refused_before_anything_is_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with nothing_sent(monkeypatch):
-        refusals(name, ValueError, f"backend '{name}' does not support q on cpu: it takes cuda")
+        refusals(name, ValueError, f"backend '{name}' does not support q on cpu: it supports cuda")
 
 
 @pytest.mark.parametrize(("name", "install"), [("fa3", "the folder hopper"), ("fa4", "pip install flash-attn-4")])

@@ -125,18 +125,18 @@ FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
 @pytest.mark.parametrize(
     ("kernel", "call", "text"),
     [
-        (BARE, {"dtype": torch.float16}, "torch.float16: it takes torch.float32"),
-        (BARE, {"shape": (1, 8, 2, 12)}, r"head dim 12 of q and k: it takes range\(8, 65, 8\)"),
+        (BARE, {"dtype": torch.float16}, "torch.float16: it supports torch.float32"),
+        (BARE, {"shape": (1, 8, 2, 12)}, r"head dim 12 of q and k: it supports range\(8, 65, 8\)"),
         (BARE, {}, "does not support gradients"),
         (BARE, {"softcap": 1.0}, "does not support softcap"),
         (BARE, {"alibi_slopes": torch.ones(2)}, "alibi_slopes"),
         (BARE, {"dropout_p": 0.5}, "dropout_p"),
         (sdpa(), {"config": KernelConfig()}, "config"),
-        (FULL_ONLY, {"causal": True}, "an interval of keys per query row"),
-        (FULL_ONLY, {"key_mask": torch.tensor([[True, False] * 8])}, "an interval of keys per query row"),
-        (FULL_ONLY, {"seqused_k": [9]}, "a number of keys per batch row"),
+        (FULL_ONLY, {"causal": True}, "masks with an interval of keys per query row"),
+        (FULL_ONLY, {"key_mask": torch.tensor([[True, False] * 8])}, "masks with an interval of keys per query row"),
+        (FULL_ONLY, {"seqused_k": [9]}, "different numbers of keys per batch row"),
         (FULL_ONLY, {"block_mask": torch.ones(4, 4).tril().bool()}, "block-sparse"),
-        (RectangleAttention("gpu", forward, supports=Supports(("cuda",))), {}, "q on cpu: it takes cuda"),
+        (RectangleAttention("gpu", forward, supports=Supports(("cuda",))), {}, "q on cpu: it supports cuda"),
         ("unheard of", {}, "backend is 'unheard of': it must be one of auto, triton, flash, .*, aten, sdpa"),
         (Dense, {}, "backend is .*: it must be a LocalAttention"),
         (object(), {}, "backend is .*: it must be a LocalAttention"),
@@ -195,8 +195,8 @@ def nothing(*_: Any, **__: Any) -> Any:
         (Wrong(lambda results: (results[0].half(), results[1])), "returned out as torch.float16"),
         (Wrong(lambda results: (results[0], results[1][:, :1]), ("state",)), "returned lse as torch.float32"),
         (Wrong(lambda results: (results[0], results[1] * torch.nan), ("state",)), "returned NaN in lse"),
-        (Wrong(lambda results: None), "backend 'wrong' returned NoneType: it must be 2 tensors"),
-        (RectangleAttention("wrong", forward, nothing, supports=Supports()), "NoneType: it must be 3"),
+        (Wrong(lambda results: None), "backend 'wrong' returned NoneType: it must be a tuple of 2 tensors"),
+        (RectangleAttention("wrong", forward, nothing, supports=Supports()), "NoneType: it must be a tuple of 3"),
         (RectangleAttention("wrong", raising, backward, supports=Supports()), "no such kernel on Tuesdays"),
         (RectangleAttention("wrong", forward, raising, supports=Supports()), "no such kernel on Tuesdays"),
         (
@@ -231,21 +231,22 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     for name in ("aten", "sdpa", "auto", "", 3):
         with pytest.raises(
-            ValueError, match=f"^name is {name!r}: it must be text other than auto, triton, .*aten, sdpa"
+            ValueError,
+            match=f"^name is {name!r}: it must be text other than the names in use, auto, triton, .*aten, sdpa",
         ):
             register_backend(name, sdpa)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^factory is 3: it must be callable"):
         register_backend("three", 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^default_for is 'cpu': backend='auto' means aten there"):
+    with pytest.raises(ValueError, match=r"^default_for is 'cpu', but backend='auto' already selects aten there"):
         register_backend("mine", sdpa, default_for="cpu")
-    with pytest.raises(ValueError, match=r"^features has sofcap: it may have bounds"):
+    with pytest.raises(ValueError, match=r"^features has sofcap: it may have only bounds"):
         Supports(features=("sofcap",))
-    with pytest.raises(ValueError, match=r"^features has softcap: .* rectangles do not support"):
+    with pytest.raises(ValueError, match=r"^features has softcap, which rectangles do not support"):
         RectangleAttention("mine", forward, supports=Supports(features=("softcap",)))
     q = torch.randn(1, 4, 1, 8)
     for name, factory, text in [
         ("missing", lambda: __import__("flash_attn_9"), "backend 'missing' cannot be used here: ModuleNotFoundError"),
-        ("empty", lambda: None, "the result of the factory of backend 'empty' is None: it must be a LocalAttention"),
+        ("empty", lambda: None, "the result of factory for backend 'empty' is None: it must be a LocalAttention"),
         ("other", sdpa, "the factory of backend 'other' returned a kernel named 'sdpa'"),
     ]:
         register_backend(name, factory)  # type: ignore[arg-type]

@@ -127,7 +127,9 @@ def test_left_padded_prompts_with_a_cache() -> None:
     q, k, v = whole["q"][:, -5:], whole["k"], whole["v"]
     out = ring_attention(q, k, v, align="bottom-right", **hiding)
     torch.testing.assert_close(out, ring_attention(whole["q"], k, v, **hiding)[:, -5:])
-    with pytest.raises(ValueError, match="leftpad_k is given with align='bottom-right', 36 queries and 20 keys"):
+    with pytest.raises(
+        ValueError, match="leftpad_k cannot be used with align='bottom-right' when there are 36 queries and 20 keys"
+    ):
         ring_attention(whole["q"], k[:, :20], v[:, :20], align="bottom-right", **hiding)
 
 
@@ -179,16 +181,16 @@ ROWS: dict[str, Any] = {"key_mask": HOLES}
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (ROWS | {"block_mask": BlockMask(torch.eye(9).bool(), 4)}, "block_mask is given with key_mask, which let"),
-        (ROWS | {"block_mask": longformer(4, [(0, 2)])}, "block_mask is given with key_mask, which let batch rows see"),
-        (HIDING["documents"] | {"causal": True, "prefix_length": 3}, "prefix_length is given with cu_seqlens, which"),
-        (HIDING["left padding"] | {"alibi_slopes": torch.ones(BATCH, 4)}, "alibi_slopes is given with leftpad_k, wh"),
+        (ROWS | {"block_mask": BlockMask(torch.eye(9).bool(), 4)}, "block_mask cannot be used with key_mask, because"),
+        (ROWS | {"block_mask": longformer(4, [(0, 2)])}, "block_mask cannot be used with key_mask, because batch rows"),
+        (HIDING["documents"] | {"causal": True, "prefix_length": 3}, "prefix_length cannot be used with cu_seqlens,"),
+        (HIDING["left padding"] | {"alibi_slopes": torch.ones(BATCH, 4)}, "alibi_slopes cannot be used with leftpad_k"),
         ({"cu_seqlens": [[0, 36], [0, 9, 40], [0, 36]]}, r"cu_seqlens\[1\] ends at 40: it must end at 36, the number"),
-        ({"key_mask": HOLES[:, :-1]}, r"key_mask is torch.bool \[3, 35\]: it must be bool \[3, 36\]"),
-        ({"key_mask": HOLES.long()}, r"key_mask is torch.int64 \[3, 36\]: it must be bool"),
+        ({"key_mask": HOLES[:, :-1]}, r"key_mask is torch.bool \[3, 35\]: it must be a bool tensor of shape \[3, 36\]"),
+        ({"key_mask": HOLES.long()}, r"key_mask is torch.int64 \[3, 36\]: it must be a bool tensor"),
         ({"key_mask": HOLES.to("meta")}, "key_mask is on meta: it must be on the CPU"),
         ({"leftpad_k": [1, 2]}, "leftpad_k has 2 lengths: it must have 3, one per batch row"),
-        ({"leftpad_k": [1, 2, 37]}, r"leftpad_k\[2\] is 37: it must be 0 to 36, the number of keys"),
+        ({"leftpad_k": [1, 2, 37]}, r"leftpad_k\[2\] is 37: it must be between 0 and 36, the number of keys"),
         ({"cu_seqlens": [[0, 36], [0, 36]]}, "cu_seqlens has 2 rows: it must have 3, one per batch row"),
         ({"cu_seqlens": [[0, 36], [0, 30], [0, 36]]}, r"cu_seqlens\[1\] ends at 30: it must end at 36"),
     ],
@@ -209,5 +211,5 @@ def test_one_row_with_a_key_mask_takes_everything_except_blocks(call: dict[str, 
     layouts = {"layout": Layout.contiguous(TOKENS, 1), "kv_layout": Layout([[(p, 1) for p in visible_keys.tolist()]])}
     expected = ring_attention(q, k[:, visible_keys], v[:, visible_keys], **layouts, **call)  # type: ignore[call-overload]
     assert torch.equal(ring_attention(q, k, v, key_mask=HOLES[:1], **call), expected)
-    with pytest.raises(ValueError, match="block_mask is given with key_mask"):
+    with pytest.raises(ValueError, match="block_mask cannot be used with key_mask"):
         ring_attention(q, k, v, key_mask=HOLES[:1], **call | {"block_mask": BlockMask(torch.eye(9).bool(), 4)})

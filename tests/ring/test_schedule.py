@@ -317,9 +317,12 @@ def test_equal_schedules_share_one_object() -> None:
 def test_refusals() -> None:
     layout = Layout.contiguous(8, 2)
     rows: list[tuple[dict[str, Any], str]] = [
-        ({"kv_layout": Layout.contiguous(8, 3)}, "kv_layout is made for 3 ranks, layout for 2: both must be the same"),
+        (
+            {"kv_layout": Layout.contiguous(8, 3)},
+            "kv_layout is made for 3 ranks and layout for 2: both must be the same",
+        ),
         ({"direction": 0}, r"direction is 0: it must be 1 \(to the next rank\) or -1 \(to the previous rank\)"),
-        ({"topology": Topology.grid(2, 2)}, "topology has 4 ranks, layout is made for 2"),
+        ({"topology": Topology.grid(2, 2)}, "topology has 4 ranks, but layout is made for 2"),
         ({"slots": 0}, "slots is 0: it must be at least 1"),
     ]
     assert schedule(layout, Mask(), slots=1).slots == 1

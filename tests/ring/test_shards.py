@@ -72,12 +72,16 @@ def test_gradients_of_unshard_by_grad_mode(layout: Layout, mesh: tuple[int, int]
 def test_refusals() -> None:
     calls: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         (shard, {"layout": None}, "layout is None with 2 ranks"),
-        (shard, {"layout": "zigzag", "dim": 0}, "layout is 'zigzag' with 3 tokens over 2 ranks: a name means equal"),
-        (shard, {"layout": Layout.zigzag(12, 2)}, "x has 10 tokens along dim 1, the layout is made for 12"),
+        (
+            shard,
+            {"layout": "zigzag", "dim": 0},
+            "layout is 'zigzag', which needs equal shards, but 2 ranks do not divide 3 tokens",
+        ),
+        (shard, {"layout": Layout.zigzag(12, 2)}, "x has 10 tokens along dim 1, but the layout is made for 12"),
         (
             unshard,
             {"layout": Layout.zigzag(10, 2), "grad": "slice"},
-            "x has 10 tokens along dim 1, the layout gives rank",
+            "x has 10 tokens along dim 1, but the layout gives rank",
         ),
     ]
 

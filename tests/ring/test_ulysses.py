@@ -172,7 +172,7 @@ def test_a_mesh_uses_the_ring_it_is_given() -> None:
         for wrong in (Ring(mesh.ulysses), Ring(group)):
             with pytest.raises(ValueError, match="ring belongs to another group than the mesh"):
                 attend(mesh, *leaves, ring=wrong)
-        with pytest.raises(ValueError, match="chunks of the ring is 3, k has 2 heads"):
+        with pytest.raises(ValueError, match="chunks of the ring is 3, but k has 2 heads"):
             attend(mesh, *leaves, ring=Ring(mesh.ring, chunks=3))
         return torch.equal(out, attend(mesh, *leaves))
 
@@ -182,9 +182,9 @@ def test_a_mesh_uses_the_ring_it_is_given() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "message"),
     [
-        (6, 6, "4 ranks in the Ulysses dimension, q has 6 heads and k 6: .* may have 1, 2, 3, 6 ranks$"),
-        (12, 3, "q has 12 heads and k 3: .* may have 1, 3, 6, 12 ranks$"),
-        (4, 8, "k has 8 heads, q has 4"),
+        (6, 6, r"4 ranks in the Ulysses dimension, .* 6 heads of q and 6 of k .* may have 1, 2, 3, 6 ranks\.$"),
+        (12, 3, r"12 heads of q and 3 of k .* may have 1, 3, 6, 12 ranks\.$"),
+        (4, 8, "k has 8 heads and q has 4"),
     ],
 )
 def test_head_numbers_that_do_not_divide_are_refused(heads: int, kv_heads: int, message: str) -> None:
@@ -200,12 +200,12 @@ def test_head_numbers_that_do_not_divide_are_refused(heads: int, kv_heads: int, 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"learnable_sink": torch.zeros(2)}, r"learnable_sink is \[2\] on cpu: it must be \[4\]"),
+        ({"learnable_sink": torch.zeros(2)}, r"learnable_sink has shape \[2\] on cpu: it must have shape \[4\]"),
         ({"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),
         ({"cu_seqlens": [0, 12]}, "cu_seqlens ends at 12: it must end at 36"),
         ({"return_lse": 2}, "return_lse is 2"),
-        ({"first_head": 2**31 - 1}, f"first_head is {2**31 - 1}: with 4 heads of q .* 0 to {2**31 - 4}, "),
-        ({"kv_layout": Layout.contiguous(36, 2)}, "kv_layout is made for 2 ranks, the group has 6"),
+        ({"first_head": 2**31 - 1}, f"first_head is {2**31 - 1}: with 4 heads of q .* between 0 and {2**31 - 4}, "),
+        ({"kv_layout": Layout.contiguous(36, 2)}, "kv_layout is made for 2 ranks, but the group has 6"),
     ],
 )
 def test_bad_arguments_of_one_rank_are_refused_on_all_ranks(wrong: dict[str, Any], message: str) -> None:
@@ -225,7 +225,7 @@ def test_too_many_chunks_are_refused_before_the_exchange(monkeypatch: pytest.Mon
         mesh = group.mesh(1, 2)
         with (
             Ring(mesh.ring, chunks=3) as ring,
-            pytest.raises(ValueError, match="chunks of the ring is 3, k has 2 heads"),
+            pytest.raises(ValueError, match="chunks of the ring is 3, but k has 2 heads"),
         ):
             attend(mesh, *qkv(group, 4, 4), ring=ring)
 

@@ -282,6 +282,12 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_libraries([HEALTHY, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
     (machine.check_libraries([NO_NCCL], on_gpu=False), SKIPPED, "none is loaded: nothing on a CPU loads it"),
     (machine.check_cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "no transport nccl: rank 1: no CuPy"),
+    (machine.check_c_compiler([{**HEALTHY, "c_compiler": "/bin/gcc"}], on_gpu=True), OK, "/bin/gcc"),
+    (machine.check_c_compiler([{**HEALTHY, "c_compiler": ""}], on_gpu=False), SKIPPED, "on a GPU"),
+    (
+        machine.check_c_compiler([{**HEALTHY, "c_compiler": "/bin/gcc"}, {**HEALTHY, "c_compiler": ""}], on_gpu=True),
+        FAIL, "rank 0: /bin/gcc; rank 1: none",
+    ),
     (machine.check_gpus(hgx("a"), on_gpu=True), OK, "8 x H100, matched with NVML by UUID"),
     (machine.check_gpus([hgx("a")[0]] * 2 + hgx("a")[1:2], on_gpu=True), OK, "; ranks 0 and 1 share one"),
     (machine.check_gpus(unknown_gpu(UNKNOWN), on_gpu=True), FAIL, f"rank 1: {UNKNOWN}"),
@@ -300,6 +306,18 @@ def test_findings_of_the_machine(finding: Finding, status: str, text: str) -> No
     assert finding.status == status and text in finding.text, finding
     assert bool(finding.todo) == (status == FAIL)
     assert f"{machine.IMPLICIT_ORDER}=1; " not in finding.text
+
+
+def test_c_compiler_is_the_one_that_triton_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("gcc", "clang", "mycc"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert machine.find_c_compiler() == str(tmp_path / "gcc")
+    monkeypatch.setenv("CC", "mycc")
+    assert machine.find_c_compiler() == str(tmp_path / "mycc")
+    monkeypatch.setenv("CC", "absent")
+    assert machine.find_c_compiler() == ""
 
 
 def test_edges_of_a_round_share_no_node() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,7 +41,8 @@ ONE_LIBRARY_HINT = (
 )
 ProcessFacts = dict[str, Any]
 """Facts about one process as JSON: ``versions`` by name, ``libraries`` (path and version of every loaded libnccl),
-``no_nccl`` (the reason why CuPy cannot use NCCL, or "") and ``settings`` (every ``NCCL_*``)."""
+``no_nccl`` (the reason why CuPy cannot use NCCL, or ""), ``c_compiler`` (path or "") and ``settings`` (all ``NCCL_*``).
+"""
 
 
 def collect_facts() -> ProcessFacts:
@@ -59,7 +61,17 @@ def collect_facts() -> ProcessFacts:
     }
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
     libraries = [[str(path), _library_version(path)] for path in loaded_libraries()]
-    return {"versions": versions, "libraries": libraries, "no_nccl": no_nccl, "settings": settings}
+    facts = {"versions": versions, "libraries": libraries, "no_nccl": no_nccl, "settings": settings}
+    return facts | {"c_compiler": find_c_compiler()}
+
+
+def find_c_compiler() -> str:
+    """Return the C compiler that Triton builds its launchers with, or "" if there is none."""
+    if triton.knobs.build.impl is not None:
+        return "triton.knobs.build.impl"
+    named = os.environ.get("CC")
+    candidates = ["gcc", "clang"] if named is None else [named]
+    return next(filter(None, map(shutil.which, candidates)), "")
 
 
 def _library_version(path: Path) -> str:
@@ -78,6 +90,7 @@ def check_machine(everyone: Sequence[ProcessFacts], ring: Topology, *, on_gpu: b
         check_versions(everyone),
         check_libraries(everyone, on_gpu=on_gpu),
         check_cupy(everyone),
+        check_c_compiler(everyone, on_gpu=on_gpu),
         check_gpus(ring.devices, on_gpu=on_gpu),
         check_links(ring.devices),
         check_nics(ring.devices),
@@ -122,6 +135,17 @@ def check_cupy(everyone: Sequence[ProcessFacts]) -> Finding:
     if any(missing):
         return Finding("CuPy", SKIPPED, f"no transport nccl: {text_by_rank(missing)}")
     return Finding("CuPy", OK, "can use NCCL")
+
+
+def check_c_compiler(everyone: Sequence[ProcessFacts], *, on_gpu: bool) -> Finding:
+    """Check that Triton finds a C compiler; without one the first launch of a kernel fails."""
+    if not on_gpu:
+        return Finding("C compiler", SKIPPED, "only launches on a GPU need one")
+    paths = [rank_facts["c_compiler"] for rank_facts in everyone]
+    if all(paths):
+        return Finding("C compiler", OK, text_by_rank(paths))
+    text = text_by_rank([path or "none" for path in paths])
+    return Finding("C compiler", FAIL, text, "install gcc or clang, or set CC to a C compiler, on every host")
 
 
 def check_gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:

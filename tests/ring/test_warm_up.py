@@ -1,0 +1,149 @@
+"""Kernels that are compiled before the first hop: exactly those that the call launches, once for all processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from ringattn import Layout
+from ringattn.autotune.compile import _compiler_view
+from ringattn.kernels import KernelConfig, warm_up
+from ringattn.kernels.gpu import assumed_gpu
+from ringattn.ring import ops
+from ringattn.ring.warm_up import record_phase
+
+from ..support.ring_cases import inputs, run_ring
+
+GPU = assumed_gpu(90)
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "full": {},
+    "window": {"causal": True, "window_size": (20, 0)},
+    "documents": {"causal": True, "cu_seqlens": [0, 10, 40, 96]},
+    "fp32": {"causal": True, "dtype": torch.float32},
+    "chunks": {"causal": True, "ring": {"chunks": 2}},
+    "wire": {"causal": True, "ring": {"wire_dtype": "float8_e4m3fn", "grad_wire_dtype": "bfloat16"}},
+    "sink and softcap": {"softcap": 3.0, "learnable_sink": torch.zeros(4)},
+    "dropout": {"causal": True, "dropout_p": 0.5, "dropout_seed": 3},
+    "single pass": {"causal": True, "config": KernelConfig(backward="single_pass_deterministic")},
+    "splits": {"causal": True, "config": KernelConfig(dkdv_splits=2)},
+}
+
+
+def signature(kernel: Any, args: Any, options: dict[str, Any]) -> str:
+    name = getattr(kernel, "__name__", None) or kernel.fn.__name__
+    return f"{name} {_compiler_view(args)} {sorted(options.items())}"
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_recorded_kernels_are_those_that_a_call_launches(
+    name: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: dict[str, set[str]] = defaultdict(set)
+    recorded: dict[str, set[str]] = defaultdict(set)
+    lock = threading.Lock()
+
+    def record(call: Any, running: Any, q: Any, k: Any, v: Any, start: Any) -> None:
+        with lock:
+            launches = record_phase(GPU, call, running, running.phase, q, k, v, start)
+            recorded[running.phase].update(signature(*launch) for launch in launches)
+
+    original = sys.modules["ringattn.kernels.launch"].launch
+
+    def launch(kernel: Any, grid: int, device: Any, *args: Any, **options: Any) -> None:
+        if device.type == "meta":
+            original(kernel, grid, device, *args, **options)
+        elif grid:
+            with lock:
+                launched["all"].add(signature(kernel, args, options))
+
+    monkeypatch.setattr(ops, "compile_kernels", record)
+    for module in [m for n, m in sys.modules.items() if n.startswith("ringattn.kernels.") and hasattr(m, "launch")]:
+        if module.__name__ != "ringattn.kernels.launch":
+            monkeypatch.setattr(module, "launch", launch)
+    for module in [m for n, m in sys.modules.items() if n.startswith("ringattn.kernels.")]:
+        for name_of_gpu in {"gpu_specs", "gpu_or_interpreter"} & vars(module).keys():
+            monkeypatch.setattr(module, name_of_gpu, lambda device: GPU)
+    arguments = dict(CALLS[name])
+    whole = inputs(96, (4, 2), dtype=arguments.pop("dtype", torch.float16))
+    del whole["dlse"]
+    run_ring(Layout.zigzag(96, world), whole, backend="triton", **arguments)
+    compiled = recorded["forward"] | recorded["backward"]
+    quantized = {text for text in compiled if "quantize" in text}  # PyTorch quantizes on the CPU
+    assert bool(quantized) == (name == "wire" and world > 1)
+    assert launched["all"] and compiled - quantized == launched["all"]
+
+
+def hold_lock(folder: str, held: Any, seconds: float) -> None:
+    triton.knobs.cache.dir = folder
+
+    def compile_slowly() -> str:
+        held.set()
+        time.sleep(seconds)
+        return "compiled"
+
+    warm_up._compile_locked("kernel", compile_slowly)
+
+
+def test_a_kernel_that_another_process_compiles_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    context = multiprocessing.get_context("spawn")
+    held = context.Event()
+    other = context.Process(target=hold_lock, args=(str(tmp_path), held, 1.0))
+    other.start()
+    assert held.wait(60)
+    begin = time.monotonic()
+    assert warm_up._compile_locked("another kernel", lambda: 1) == 1
+    assert time.monotonic() - begin < 0.8
+    assert warm_up._compile_locked("kernel", lambda: 2) == 2
+    waited = time.monotonic() - begin
+    other.join()
+    assert 0.2 < waited < 30
+
+
+COMPILES = """
+import sys
+from unittest.mock import patch
+import torch
+from triton.runtime import driver
+from ringattn.autotune.compile import StandInDriver
+from ringattn.kernels.attention import attention_delta
+from ringattn.kernels.gpu import assumed_gpu
+from ringattn.kernels.warm_up import compile_launches, record_launches
+
+def run():
+    for dim in (16, 32):
+        x = torch.empty(1, 8, 2, dim, dtype=torch.float16, device="meta")
+        attention_delta(x, x)
+        attention_delta(x, x)
+
+launches = record_launches(assumed_gpu(90), run)
+with patch.object(driver, "_active", StandInDriver(90, device=1090)):
+    print(len(launches), compile_launches(launches, share=0.5), compile_launches(launches))
+    for kernel, args, options in launches:
+        assert len(kernel.warmup(*args, grid=(1,), **options).asm["cubin"]) > 0
+"""
+
+
+def test_launches_are_compiled_once_and_loaded_from_the_cache(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    cached: list[set[str]] = []
+    for _ in range(2):
+        command = [sys.executable, "-c", COMPILES]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.stdout == "4 2 0\n", done.stderr
+        cached.append({str(path) for path in tmp_path.rglob("*.cubin")})
+    assert len(cached[0]) == 2 and cached[0] == cached[1]
