@@ -131,7 +131,8 @@ def ring_attention(
             i. None: different lengths need a ``kv_layout``.
         return_lse: also return ``lse``, which is differentiable.
         backend: ``triton`` (GPU; on the CPU only under Triton's interpreter), ``aten`` (CPU: PyTorch's own
-            flash-attention operator), ``auto``, a name given to :func:`register_backend`, or a :class:`LocalAttention`.
+            flash-attention operator), ``auto``, a kernel of another project (``flash``, ``cudnn``, ``fa3``, ``fa4``:
+            see docs/kernels.md), a name given to :func:`register_backend`, or a :class:`LocalAttention`.
         config: tiles of the Triton kernels; by default chosen by GPU and shape.
         **unknown: must be empty; an unknown keyword raises a TypeError that suggests the right one.
 

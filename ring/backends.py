@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels import KernelConfig, Scores
 from .buffers import Heads, Pair
+from .local.operators import OperatorAttention
 from .local.protocol import FEATURES, LocalAttention, LocalBackward, LocalForward
 from .local.rectangles import MergedForward, check_forward, check_result, row_dot
 from .local.registry import check_supports
@@ -75,10 +76,14 @@ def backward_backends(
     return [kernel.backward(*part, softmax_scale=softmax_scale, config=config) for part in parts]
 
 
-def check_dlse_support(kernel: LocalAttention, dlse: Tensor | None) -> None:
+def check_dlse_support(kernel: LocalAttention, q: Tensor, v: Tensor, dlse: Tensor | None) -> None:
     """Raise ValueError if there is a gradient through lse and the kernel does not support it."""
-    if dlse is not None and "lse_gradient" not in kernel.supports.features:
+    if dlse is None:
+        return
+    if "lse_gradient" not in kernel.supports.features:
         raise ValueError(f"backend {kernel.name!r} does not support {FEATURES['lse_gradient']}")
+    if isinstance(kernel, OperatorAttention):
+        kernel.check_dlse(q, v)
 
 
 def forward_result(

@@ -214,7 +214,7 @@ def run_backward(
         return _gradients_in_graph(dout, dlse, q, k, v, out, lse, numbers, *args)
     sink, rows = args[_SINK], call.rows
     with call.ranks._call_guard(q.device):
-        check_dlse_support(call.backend, dlse)
+        check_dlse_support(call.backend, q, v, dlse)
         call.ring._agree({"call": "backward"}, q.device, forward_number=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse, unpacked_kv = None if dlse is None else dlse.contiguous(), (k, v)

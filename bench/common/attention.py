@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...reference.masks import MaskOptions
-from ...ring import Layout, Mask, visible_pairs
+from ...ring import Layout, Mask, ring_attention, single_rank, visible_pairs
 from ...ring.prepare import Layouts, mask_from_options
 from ...ring.schedule import mask as patterns
 from ...ring.schedule.mask import UNLIMITED, BlockMask, Longformer
@@ -20,6 +20,7 @@ from .flags import DTYPE_BYTES, PatternFlag, count_noun, size_text
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 Tensors = tuple[Tensor, ...]
 
+PROBE_TOKENS = 256
 BACKWARD_FLOPS = 2.5  # times the forward's: five matrix products instead of two
 
 
@@ -145,6 +146,20 @@ def forward_backward(attend: Callable[..., Any], inputs: Sequence[Tensor], *grad
     output = attend(*leaves)
     results = output if isinstance(output, tuple) else (output,)
     return (*(x.detach() for x in results), *torch.autograd.grad(results, leaves, gradients))
+
+
+def backend_refusal(backend: str, problem: AttentionConfig, device: torch.device) -> str | None:
+    """Return why a backend does not compute a problem here, found by a small call on one rank, or None."""
+    small = replace(problem, seqlen=PROBE_TOKENS, world=1, batch=1)
+    *qkv, dout = small.random_shard(0, device)
+    attend: Any = partial(ring_attention, group=single_rank(), causal=problem.causal, backend=backend)
+    try:
+        forward_backward(attend, tuple(qkv), dout)
+    except torch.AcceleratorError:
+        raise  # the device is unusable
+    except Exception as refused:
+        return str(refused)
+    return None
 
 
 def forward_flops(pairs: int, *, heads: int, head_dim: int, head_dim_v: int | None = None, batch: int = 1) -> int:

@@ -33,10 +33,10 @@ from ...reference.masks import add_head_dim
 from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import MaskArgs, split_heads
 from ...ring.local.protocol import LocalForward
-from ...ring.local.registry import resolve_backend
+from ...ring.local.registry import other_backends, resolve_backend
 from ...ring.loop import partial_sums
 from ...ring.schedule.plan import plan
-from ..common.attention import AttentionConfig
+from ..common.attention import AttentionConfig, backend_refusal
 from ..common.memory import free_memory
 from ..common.timing import Step
 
@@ -211,6 +211,14 @@ def local_kernel_contender(
     return PreparedContender(steps, [out, *grads], carried.result()[0] if given.key_halves else None)
 
 
+def backend_contender(backend: str, given: ContenderInputs) -> PreparedContender:
+    """Prepare a registered backend of another project, as a ring calls it."""
+    refusal = backend_refusal(backend, given.config, given.device)
+    if refusal is not None:
+        raise UnsupportedContenderError(refusal)
+    return local_kernel_contender(backend, given)
+
+
 def _fold(work: LocalForward, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
     """Fold the keys of one shard, part by part of the mask."""
     for part in parts:
@@ -326,9 +334,10 @@ CPU_SDPA = {"ATen operator": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH
 
 def list_contenders(device: torch.device) -> list[Contender]:
     """Return all contenders for a device, ours first; on the CPU our CPU backend instead of interpreted kernels."""
+    backends = [Contender(f"{name} backend", partial(backend_contender, name)) for name in other_backends(device)]
     if device.type == "cuda":
         ours = [Contender(variant.name, partial(triton_contender, variant)) for variant in VARIANTS]
         theirs = [Contender(name, partial(sdpa_contender, backend)) for name, backend in GPU_SDPA.items()]
-        return [*ours, *theirs, Contender("flex_attention", flex_contender)]
+        return [*ours, *theirs, Contender("flex_attention", flex_contender), *backends]
     theirs = [Contender(name, partial(sdpa_contender, backend)) for name, backend in CPU_SDPA.items()]
-    return [Contender(OURS, partial(local_kernel_contender, "auto")), *theirs]
+    return [Contender(OURS, partial(local_kernel_contender, "auto")), *theirs, *backends]

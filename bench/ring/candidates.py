@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from ...comm.group_cache import get_group_cache
 from ...comm.groups import MESH_DIMS, Group, resolve_mesh
 from ...ring import Mask, Ring, ring_attention
+from ...ring.local.registry import other_backends
 from ...ring.mesh import ring_layout
 from ...ring.schedule.schedule import schedule
 from ...ring.ulysses import split_ulysses_heads
-from ..common.attention import DTYPES, AttentionConfig, Tensors, forward_backward
+from ..common.attention import DTYPES, AttentionConfig, Tensors, backend_refusal, forward_backward
 from ..common.memory_table import (
     ALL_CORES,
     ALL_GATHER,
@@ -144,15 +145,19 @@ def sdpa_all_cores(setting: CandidateSetting) -> Candidate:
     return replace(sdpa_one_device(setting), name=ALL_CORES, threads=threads)
 
 
-def our_ring(layout: str, setting: CandidateSetting) -> Candidate:
+def our_ring(layout: str, setting: CandidateSetting, backend: str = "auto") -> Candidate:
     """Return ``ring_attention`` with one shard per rank; ``sent`` is the maximum over ranks, from the schedule."""
+    refusal = None if backend == "auto" else backend_refusal(backend, setting.problem, setting.device)
+    if refusal is not None:
+        raise CandidateUnavailableError(refusal)
     problem, token_layout, ring = setting.problem, setting.problem.layout_by_name(layout), setting.ring(None)
-    attend: Any = partial(ring_attention, layout=token_layout, ring=ring, causal=problem.causal)
+    attend: Any = partial(ring_attention, layout=token_layout, ring=ring, causal=problem.causal, backend=backend)
     plan = schedule(token_layout, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
     kv, dkv = kv_bytes(problem)
     sent = max(map(sum, zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)))
     positions = setting.positions(layout)
-    return Candidate(f"{OURS} {layout}", positions, attend, problem.threads, sent_bytes=sent, ring=ring)
+    name = f"{OURS} {layout}" if backend == "auto" else f"{OURS} {layout} by {backend}"
+    return Candidate(name, positions, attend, problem.threads, sent_bytes=sent, ring=ring)
 
 
 def kv_bytes(problem: AttentionConfig) -> tuple[int, int]:
@@ -318,7 +323,10 @@ PEERS: dict[str, Maker] = {CONTEXT_PARALLEL: context_parallel, LUCIDRAINS: lucid
 
 def candidate_makers(layouts: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
     """Return the constructors of all candidates by name; the first is the reference."""
-    rings = {f"{OURS} {layout}": partial(our_ring, layout) for layout in layouts}
+    rings: dict[str, Maker] = {f"{OURS} {layout}": partial(our_ring, layout) for layout in layouts}
+    rings |= {
+        f"{OURS} {layouts[0]} by {name}": partial(our_ring, layouts[0], backend=name) for name in other_backends()
+    }
     mixed = {
         mesh_name(degree, world): partial(ulysses_mesh, degree)
         for world in worlds

@@ -6,25 +6,40 @@ takes ``out`` and ``lse`` over all shards as inputs, so that gradients of a ring
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...kernels.checks import MAX_HEAD_DIM
+from ..local.operators import Operator
 from ..local.protocol import FEATURES, Supports
 from ..local.rectangles import RectangleAttention
 from ..local.registry import register_backend
 from . import blockwise
 
+aten: Any = torch.ops.aten
 NO_DROPOUT = 0.0
 MIN_SPLIT_ROWS = 128  # least rows of a diagonal square; with smaller ones a call costs more than it saves
 
 
-def operator_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return ``out`` and ``lse`` of a rectangle or a causal square."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(1, 2) for x in (q, k, v)), NO_DROPOUT, causal, scale=scale
+def cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Call PyTorch's operator, forward."""
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, NO_DROPOUT, causal, scale=scale)
+    return out, lse
+
+
+def cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Call PyTorch's operator, backward."""
+    grads: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, NO_DROPOUT, causal, scale=scale
     )
-    return out.transpose(1, 2), lse
+    return grads
+
+
+CPU_OPERATOR = Operator(cpu_forward, cpu_backward, is_heads_first=True, multiple=1)
 
 
 def operator_backward(
@@ -80,10 +95,8 @@ def _add_rectangles(
 def _operator_backward(
     given: tuple[Tensor, ...], lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2) for x in given), lse, NO_DROPOUT, causal, scale=scale
-    )
-    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    dout, q, k, v, out = given
+    dq, dk, dv = CPU_OPERATOR.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
     return dq, dk, dv
 
 
@@ -99,7 +112,7 @@ def _cut_lse(lse: Tensor, count: int) -> Tensor:
 
 ATEN = RectangleAttention(
     "aten",
-    operator_forward,
+    CPU_OPERATOR.forward,
     operator_backward,
     supports=Supports(devices=("cpu",), value_dims=range(1, MAX_HEAD_DIM + 1), features=FEATURES.keys() - {"config"}),
     blockwise=blockwise,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,9 @@ DOT_ROWS = 1024
 DLSE_COLUMNS = 2  # the gradient through lse, rounded to the model dtype, and its rounding error
 RECTANGLE_FEATURES = {"bounds", "seqused_k", "block_sparse", "learnable_sink", "state"}
 SCORE_FEATURES = {"softcap", "alibi_slopes", "dropout_p"}
+MANY_RECTANGLES = 16  # more per hop are reported, because each is a kernel call and a merge
+
+logger = logging.getLogger(__name__)
 
 
 class RectangleAttention:
@@ -58,6 +62,7 @@ class RectangleAttention:
         self.supports = replace(supports, features={*supports.features, *RECTANGLE_FEATURES, *own})
         self.dlse_columns, self.blockwise = dlse_columns, blockwise
         self._forward, self._backward = forward, backward
+        self._has_logged = False
 
     def forward(
         self, q: Tensor, *, softmax_scale: float, config: KernelConfig | None = None, start: Pair | None = None
@@ -75,7 +80,14 @@ class RectangleAttention:
         if 0 in (q.numel(), k.numel(), v.numel()):
             return ()
         operator = self.blockwise is None or (k.shape[-1] == v.shape[-1] and scores.is_plain)
-        return regions(bounds, q.shape[1], k.shape[1], use_operator=operator, exact=self.blockwise is None)
+        cut = regions(bounds, q.shape[1], k.shape[1], use_operator=operator, exact=self.blockwise is None)
+        if self.blockwise is None and len(cut) > MANY_RECTANGLES and not self._has_logged:
+            self._has_logged = True
+            text = (
+                "backend %r: a mask makes %d rectangles in one hop, one kernel call each; backend='triton' needs fewer"
+            )
+            logger.info(text, self.name, len(cut))
+        return cut
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, kind: RegionKind, *, scale: float) -> Pair:
         """Return ``out`` and ``lse`` of one region that is not blockwise."""
@@ -418,7 +430,7 @@ def _heads(q: Tensor, k: Tensor, first: int, end: int) -> _Heads:
 
 def _halves(q: Tensor, k: Tensor) -> tuple[_Heads, _Heads]:
     """Split the heads in two halves. The first has all heads if two calls would leave more threads idle than one."""
-    batch, heads, threads = k.shape[0], k.shape[2], torch.get_num_threads()
+    batch, heads, threads = k.shape[0], k.shape[2], torch.get_num_threads() if k.device.type == "cpu" else 1
     half = heads // 2
     rounds = [-(-batch * count // threads) for count in (half, heads - half, heads)]
     first = half if half and rounds[0] + rounds[1] == rounds[2] else heads

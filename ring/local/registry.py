@@ -45,6 +45,12 @@ def register_backend(name: str, factory: Factory, *, default_for: str | None = N
         _DEFAULTS[default_for] = name
 
 
+def other_backends(device: torch.device | None = None) -> list[str]:
+    """Return the registered names that no device has as default, and that support ``device``."""
+    names = [name for name in _FACTORIES if name not in _DEFAULTS.values()]
+    return [name for name in names if device is None or device.type in resolve_backend(name, device).supports.devices]
+
+
 def resolve_backend(backend: Any, device: torch.device) -> LocalAttention:
     """Return the local kernel for ``backend``, a kernel or a name, and tensors on ``device``.
 

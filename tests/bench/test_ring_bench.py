@@ -283,6 +283,7 @@ def test_candidates_are_chosen_by_name() -> None:
     (candidates.context_parallel, setting(AttentionConfig(64, 2)), "needs a GPU"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2, kv_heads=2), "cuda"), "as many key/value heads"),
     (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "needs a GPU"),
+    (partial(candidates.our_ring, "zigzag", backend="flash"), setting(AttentionConfig(64, 2)), "'flash' .* q on cpu"),
     (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16"), "cuda"), "is not installed"),
 ])  # fmt: skip
 def test_refused_candidates(make: Any, ring_setting: CandidateSetting, message: str) -> None:

@@ -92,7 +92,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"k": x(9, 2), "v": x(9, 2)}, "k has 9 tokens and q has 8"),
     ({"k": x(8, 3), "v": x(8, 3)}, r"k has 3 heads and q has 4: .* must be a multiple of the heads of k"),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a number from 1e-30 to 1e30, or None"),
-    ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, aten"),
+    ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, flash, cudnn, fa3, fa4, aten"),
     ({"layout": Layout.zigzag(8, 2)}, "layout is made for 2 ranks, but the group has 1"),
     ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\): it must be \(left, right\), whole numbers from 0 to"),
     ({"cu_seqlens": [0, 5]}, "cu_seqlens ends at 5: it must end at 8, the number of tokens"),

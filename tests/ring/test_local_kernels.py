@@ -137,7 +137,7 @@ FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
         (FULL_ONLY, {"seqused_k": [9]}, "different numbers of keys per batch row"),
         (FULL_ONLY, {"block_mask": torch.ones(4, 4).tril().bool()}, "block-sparse"),
         (RectangleAttention("gpu", forward, supports=Supports(("cuda",))), {}, "q on cpu: it supports cuda"),
-        ("unheard of", {}, "backend is 'unheard of': it must be one of auto, triton, aten, sdpa"),
+        ("unheard of", {}, "backend is 'unheard of': it must be one of auto, triton, flash, .*, aten, sdpa"),
         (Dense, {}, "backend is .*: it must be a LocalAttention"),
         (object(), {}, "backend is .*: it must be a LocalAttention"),
     ],
@@ -232,7 +232,7 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
     for name in ("aten", "sdpa", "auto", "", 3):
         with pytest.raises(
             ValueError,
-            match=f"^name is {name!r}: it must be text other than the names in use, auto, triton, aten, sdpa",
+            match=f"^name is {name!r}: it must be text other than the names in use, auto, triton, .*aten, sdpa",
         ):
             register_backend(name, sdpa)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^factory is 3: it must be callable"):
