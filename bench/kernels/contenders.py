@@ -32,7 +32,7 @@ from ...kernels.config import built_in_config
 from ...reference.masks import add_head_dim
 from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import MaskArgs, split_heads
-from ...ring.local.protocol import LocalForward
+from ...ring.local.protocol import LocalAttention, LocalForward
 from ...ring.local.registry import other_backends, resolve_backend
 from ...ring.loop import partial_sums
 from ...ring.schedule.plan import plan
@@ -173,8 +173,9 @@ def _parts_of_backward(given: ContenderInputs, limits: Bounds, config: KernelCon
 
 
 def local_kernel_contender(
-    backend: str, given: ContenderInputs, config: KernelConfig | None = None, passes: tuple[str, ...] = PASSES
-) -> PreparedContender:
+    backend: str | LocalAttention, given: ContenderInputs, config: KernelConfig | None = None,
+    passes: tuple[str, ...] = PASSES,
+) -> PreparedContender:  # fmt: skip
     """Prepare a local kernel as a ring calls it on one shard, with one launch per part of the mask."""
     q, k, v, dout, parts = given.q, given.k, given.v, given.dout, given.bounds
     kernel = resolve_backend(backend, q.device)
