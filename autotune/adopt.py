@@ -20,7 +20,7 @@ from ..bench.common.attention import AttentionConfig
 from ..bench.common.cases import poison_allocations
 from ..bench.common.errors import build_judge
 from ..bench.common.provenance import typed_command
-from ..bench.common.timing import Samples, Step, StepTimer, time_in_turns
+from ..bench.common.timing import StepTimer, time_in_turns
 from ..bench.kernels import contenders
 from ..bench.kernels.accuracy import draw_inputs, ring_results
 from ..bench.kernels.contenders import ContenderInputs, local_kernel_contender
@@ -97,20 +97,29 @@ OUR_CANDIDATES = (
 )
 
 
-class RingCase(NamedTuple):
-    """One checked ring of virtual ranks."""
-
-    world: int
-    masks: MaskOptions
-
-
 CASES = (
-    RingCase(1, MaskOptions(causal=True)),
-    RingCase(3, MaskOptions(causal=False)),
-    RingCase(2, MaskOptions(causal=True, window_size=(100, 0))),
-    RingCase(3, MaskOptions(causal=True)),
+    (1, MaskOptions(causal=True)),
+    (3, MaskOptions(causal=False)),
+    (2, MaskOptions(causal=True, window_size=(100, 0))),
+    (3, MaskOptions(causal=True)),
 )
-"""Cases that together launch every role (only, first, middle and last hop), full and bounded. The last is repeated."""
+"""Ranks and mask of rings that together launch every role (only, first, middle and last hop), full and bounded.
+
+The last one is repeated most.
+"""
+
+
+class Times(NamedTuple):
+    """Seconds of a candidate and of the portable kernels, and by how much they vary together."""
+
+    seconds: float
+    portable: float
+    spread: float
+
+
+def sum_times(times: Sequence[Times]) -> Times:
+    """Return the sums of all fields."""
+    return Times(*map(sum, zip(*times, strict=True)))
 
 
 class CheckSizes(NamedTuple):
@@ -135,9 +144,9 @@ class CheckJob(NamedTuple):
 
     def verdict(
         self, phase: str, reason: str = "", *, passed: bool = False, repeatable: bool = False,
-        times: tuple[float, float, float] | None = None,
+        times: Times | None = None,
     ) -> Verdict:  # fmt: skip
-        """Return a verdict; ``times`` are the candidate's, the portable kernels' and the spread, in seconds."""
+        """Return the verdict of a phase. A kernel that passed and has no ``reason`` is adopted."""
         return Verdict(
             self.candidate.backend_name, dict(self.candidate.options), phase, self.dtype,
             self.head_dim, passed, reason, repeatable, *(times or (None, None, None)), adopted=passed and not reason,
@@ -153,11 +162,10 @@ def check_candidate(job: CheckJob) -> list[Verdict]:
         problem, repeatable = find_wrong_result(job)
     if problem:
         return [job.verdict(phase, problem) for phase in job.candidate.phases]
-    samples = time_candidate(job)
-    verdicts = []
+    by_pass, verdicts = time_passes(job), []
     for phase in job.candidate.phases:
-        seconds, portable, spread = times = _phase_times(samples, PASSES_TIMED[phase])
-        reason = "" if seconds < portable - spread else "it is not faster than the portable kernels"
+        times = sum_times([by_pass[name] for name in PASSES_TIMED[phase]])
+        reason = "" if times.seconds < times.portable - times.spread else "it is not faster than the portable kernels"
         verdicts.append(job.verdict(phase, reason, passed=True, repeatable=repeatable, times=times))
     return verdicts
 
@@ -179,17 +187,15 @@ def find_wrong_result(job: CheckJob) -> tuple[str, bool]:
     """Return the first result with too large an error, or "", and whether repeated runs gave the same bits."""
     torch.manual_seed(0)
     candidate, sizes, repeatable = job.candidate, job.sizes, True
-    for case in CASES:
+    for world, masks in CASES:
         shape = (sizes.tokens, *sizes.heads, job.head_dim, job.head_dim)
         inputs = draw_inputs(job.device, DTYPES[job.dtype], shape)
-        judge = build_judge(inputs, case.masks)
-        run = partial(
-            ring_results, inputs, case.world, backend=candidate.backend, config=candidate.config, **case.masks
-        )
+        judge = build_judge(inputs, masks)
+        run = partial(ring_results, inputs, world, backend=candidate.backend, config=candidate.config, **masks)
         # poisoning turns on PyTorch's deterministic algorithms, which change other projects' kernels
         with poison_allocations() if candidate.options else nullcontext():
             first = run()
-        for number in range(sizes.runs if case is CASES[-1] else 2):
+        for number in range(sizes.runs if (world, masks) == CASES[-1] else 2):
             results = run() if number else first
             if number and all(torch.equal(x, first[name]) for name, x in results.items()):
                 continue
@@ -199,43 +205,27 @@ def find_wrong_result(job: CheckJob) -> tuple[str, bool]:
                 again = f" in run {number + 1}" if number else ""
                 return (
                     f"error of {name} is {errors[name]:.3g}{again}, at most {judge.limits[name]:.3g} allowed "
-                    f"({case.world} ranks, {dict(case.masks)})"
+                    f"({world} ranks, {dict(masks)})"
                 ), False
     return "", repeatable
 
 
-def time_candidate(job: CheckJob) -> dict[tuple[bool, str, bool], Samples]:
-    """Time every pass, alternating between the portable kernels and the candidate.
-
-    The keys are whether it is the candidate, the pass, and whether the mask is causal.
-    """
+def time_passes(job: CheckJob) -> dict[str, Times]:
+    """Time every pass beside that of the portable kernels, in turns, with a full and with a causal mask."""
     (heads, kv_heads), dtype = job.sizes.timed_heads, str(DTYPES[job.dtype]).removeprefix("torch.")
-    steps: dict[tuple[bool, str, bool], Step] = {}
+    clock, totals = StepTimer(job.device), dict.fromkeys(contenders.PASSES, Times(0.0, 0.0, 0.0))
     for causal in (True, False):
         problem = AttentionConfig(
             job.sizes.timed_tokens, heads=heads, kv_heads=kv_heads, head_dim=job.head_dim, dtype=dtype, causal=causal
         )
         given = ContenderInputs.draw_random(problem, job.device)
-        kernels: list[tuple[bool, Any, KernelConfig | None]] = [
-            (False, PORTABLE, None),
-            (True, job.candidate.backend, job.candidate.config),
-        ]
-        for is_candidate, backend, config in kernels:
-            ready = local_kernel_contender(backend, given, config)
-            steps |= {(is_candidate, name, causal): step for name, step in ready.steps.items()}
-    by_text = {repr(key): step for key, step in steps.items()}
-    samples = time_in_turns(by_text, StepTimer(job.device), repeats=job.sizes.samples)
-    return {key: samples[repr(key)] for key in steps}
-
-
-def _phase_times(samples: dict[tuple[bool, str, bool], Samples], passes: Sequence[str]) -> tuple[float, float, float]:
-    """Return the seconds of the candidate and of the portable kernels for these passes, and their spread."""
-    seconds, spread = [0.0, 0.0], 0.0
-    for (is_candidate, name, _), sample in samples.items():
-        if name in passes:
-            seconds[not is_candidate] += sample.median
-            spread += sample.median * sample.spread
-    return seconds[0], seconds[1], spread
+        candidate = local_kernel_contender(job.candidate.backend, given, job.candidate.config).steps
+        portable = local_kernel_contender(PORTABLE, given).steps
+        for name, step in candidate.items():
+            pair = time_in_turns({"own": step, "portable": portable[name]}, clock, repeats=job.sizes.samples)
+            spread = sum(samples.median * samples.spread for samples in pair.values())
+            totals[name] = sum_times([totals[name], Times(pair["own"].median, pair["portable"].median, spread)])
+    return totals
 
 
 def run_checks(
@@ -248,25 +238,20 @@ def run_checks(
     A failed job may leave its process unable to use the GPU, so the next one gets a new process.
     """
     verdicts: list[Verdict] = []
+    results: dict[CheckJob, Any] = {}
     waiting = list(jobs)
-
-    def is_process_usable(pool: Pool) -> bool:
-        results: list[Any] = []
-        job = waiting.pop(0)
-        pool.run([job], lambda _, result: results.append(result))
-        (result,) = results
-        if isinstance(result, JobFailure):
-            result, failed = [job.verdict(phase, result.reason) for phase in job.candidate.phases], True
-        else:
-            failed = False
-        verdicts.extend(result)
-        progress(job)
-        return not failed
-
     while waiting:
         with Pool(check_candidate, 1, seconds) as pool:
-            while waiting and is_process_usable(pool):
-                pass
+            while waiting:
+                pool.run([job := waiting.pop(0)], results.__setitem__)
+                result = results[job]
+                has_failed = isinstance(result, JobFailure)
+                verdicts += (
+                    [job.verdict(phase, result.reason) for phase in job.candidate.phases] if has_failed else result
+                )
+                progress(job)
+                if has_failed:
+                    break
     return tuple(verdicts)
 
 

@@ -102,8 +102,9 @@ class Verdict:
     @property
     def is_faster(self) -> bool:
         """True if the kernel is faster than the portable one by more than the spread."""
-        times = (self.seconds, self.portable_seconds, self.spread)
-        return None not in times and 0 < times[0] < times[1] - max(times[2], 0.0)  # type: ignore[operator, type-var]
+        if self.seconds is None or self.portable_seconds is None or self.spread is None:
+            return False
+        return 0 < self.seconds < self.portable_seconds - max(self.spread, 0.0)
 
     @property
     def speedup(self) -> float:
