@@ -35,7 +35,7 @@ from ..ring.adopted import (
     TRAINING,
     VERSION,
     AdoptionRecord,
-    Verdict,
+    KernelVerdict,
     clear_adoption_cache,
     current_setup,
     kernel_name,
@@ -61,7 +61,7 @@ PASSES_TIMED = {
 
 
 @dataclass(frozen=True)
-class Candidate:
+class KernelCandidate:
     """Kernels to check: a backend, and for ``triton`` the fields of its config."""
 
     backend: str | LocalAttention = "triton"
@@ -89,13 +89,12 @@ class Candidate:
 _HOPPER = ("forward_kernel", "hopper")
 _DETERMINISTIC = ("backward", "single_pass_deterministic")
 OUR_CANDIDATES = (
-    Candidate(options=(_HOPPER,)),
-    Candidate(options=(_DETERMINISTIC,)),
-    Candidate(options=(("backward", "single_pass"),)),
-    Candidate(options=(_HOPPER, _DETERMINISTIC)),
-    Candidate(options=(_HOPPER, ("backward", "hopper"))),
+    KernelCandidate(options=(_HOPPER,)),
+    KernelCandidate(options=(_DETERMINISTIC,)),
+    KernelCandidate(options=(("backward", "single_pass"),)),
+    KernelCandidate(options=(_HOPPER, _DETERMINISTIC)),
+    KernelCandidate(options=(_HOPPER, ("backward", "hopper"))),
 )
-
 
 CASES = (
     (1, MaskOptions(causal=True)),
@@ -136,7 +135,7 @@ class CheckSizes(NamedTuple):
 class CheckJob(NamedTuple):
     """Self-check of one candidate for one dtype and head dim."""
 
-    candidate: Candidate
+    candidate: KernelCandidate
     dtype: str
     head_dim: int
     device: torch.device
@@ -145,15 +144,16 @@ class CheckJob(NamedTuple):
     def verdict(
         self, phase: str, reason: str = "", *, passed: bool = False, repeatable: bool = False,
         times: Times | None = None,
-    ) -> Verdict:  # fmt: skip
+    ) -> KernelVerdict:  # fmt: skip
         """Return the verdict of a phase. A kernel that passed and has no ``reason`` is adopted."""
-        return Verdict(
-            self.candidate.backend_name, dict(self.candidate.options), phase, self.dtype,
-            self.head_dim, passed, reason, repeatable, *(times or (None, None, None)), adopted=passed and not reason,
+        seconds, portable, spread = times or (None, None, None)
+        return KernelVerdict(
+            self.candidate.backend_name, dict(self.candidate.options), phase, self.dtype, self.head_dim, passed, reason,
+            repeatable, seconds, portable, spread, adopted=passed and not reason,
         )  # fmt: skip
 
 
-def check_candidate(job: CheckJob) -> list[Verdict]:
+def check_candidate(job: CheckJob) -> list[KernelVerdict]:
     """Check and time one candidate; runs in a child process, which must end if this function raises."""
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
@@ -232,12 +232,12 @@ def run_checks(
     jobs: Sequence[CheckJob],
     seconds: float = DEADLINE,
     progress: Callable[[CheckJob], None] = lambda job: None,
-) -> tuple[Verdict, ...]:
+) -> tuple[KernelVerdict, ...]:
     """Run self-checks one after the other, each with a deadline, and return all verdicts.
 
     A failed job may leave its process unable to use the GPU, so the next one gets a new process.
     """
-    verdicts: list[Verdict] = []
+    verdicts: list[KernelVerdict] = []
     results: dict[CheckJob, Any] = {}
     waiting = list(jobs)
     while waiting:
@@ -257,7 +257,7 @@ def run_checks(
 
 def adoption_jobs(device: torch.device) -> list[CheckJob]:
     """Return the self-checks of all candidates on a GPU."""
-    candidates = (*OUR_CANDIDATES, *map(Candidate, other_backends(device)))
+    candidates = (*OUR_CANDIDATES, *map(KernelCandidate, other_backends(device)))
     return [
         CheckJob(candidate, dtype, head_dim, device)
         for candidate in candidates
@@ -266,7 +266,7 @@ def adoption_jobs(device: torch.device) -> list[CheckJob]:
     ]
 
 
-def save_verdicts(gpu: GpuSpec, verdicts: Sequence[Verdict], command: str) -> tuple[Path, AdoptionRecord]:
+def save_verdicts(gpu: GpuSpec, verdicts: Sequence[KernelVerdict], command: str) -> tuple[Path, AdoptionRecord]:
     """Write the record of a GPU atomically into the user's table folder, and return its path and content.
 
     Raises:

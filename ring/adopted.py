@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Setup(NamedTuple):
-    """Everything that a verdict depends on. A record of another setup is not used."""
+    """GPU and versions that a verdict depends on. A record of another setup is not used."""
 
     gpu: str
     driver: str
@@ -62,7 +62,7 @@ def kernel_name(backend: str, options: Iterable[tuple[str, str]]) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KernelVerdict:
     """Result of the self-check of one kernel, for one dtype, head dim and phase."""
 
     backend: str
@@ -129,7 +129,7 @@ class AdoptionRecord(NamedTuple):
     setup: Setup
     date: str
     command: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[KernelVerdict, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that :func:`read_record` reads."""
@@ -147,9 +147,9 @@ class Adoption:
     """True if the file is no valid record."""
 
     @cached_property
-    def fastest(self) -> dict[tuple[str, torch.dtype, int], list[Verdict]]:
+    def fastest(self) -> dict[tuple[str, torch.dtype, int], list[KernelVerdict]]:
         """Adopted kernels by phase, dtype and head dim, fastest first."""
-        result: dict[tuple[str, torch.dtype, int], list[Verdict]] = {}
+        result: dict[tuple[str, torch.dtype, int], list[KernelVerdict]] = {}
         for verdict in sorted(self.record.verdicts if self.record else (), key=lambda each: -each.speedup):
             if verdict.adopted:
                 result.setdefault((verdict.phase, DTYPES[verdict.dtype], verdict.head_dim), []).append(verdict)

@@ -12,7 +12,7 @@ from ...autotune.adopt import CheckJob, adopt, adoption_jobs
 from ...bench.common.provenance import provenance
 from ...bench.common.result import Result, Row
 from ...kernels.gpu import gpu_specs
-from ...ring.adopted import HOW_TO_ADOPT, AdoptionRecord, Verdict, find_adoption, record_path
+from ...ring.adopted import HOW_TO_ADOPT, AdoptionRecord, KernelVerdict, find_adoption, record_path
 from .findings import CheckFailedError, CheckSkippedError, DoctorRanks, text_by_rank
 
 REFUSED_HINT = "delete the file, or run `ringattn doctor --adopt`, which replaces it"
@@ -51,7 +51,7 @@ def adopt_kernels(device: torch.device | None) -> Result:
     return Result("adopt", UNITS, rows, [], notes, provenance(device) | {"setup": record.setup._asdict()})
 
 
-def table_row(verdict: Verdict) -> Row:
+def table_row(verdict: KernelVerdict) -> Row:
     """Return a verdict as a row of the table."""
     times = [None if x is None else 1e3 * x for x in (verdict.seconds, verdict.portable_seconds)]
     word = "adopted" if verdict.adopted else "passed" if verdict.passed else "failed"
@@ -61,7 +61,7 @@ def table_row(verdict: Verdict) -> Row:
 
 def describe_record(record: AdoptionRecord) -> list[str]:
     """Return lines with the fastest adopted kernel of each kind of call, and with the others and the reasons."""
-    best: dict[tuple[str, str, int], Verdict] = {}
+    best: dict[tuple[str, str, int], KernelVerdict] = {}
     reasons: dict[str, str] = {}
     for verdict in record.verdicts:
         kind = verdict.phase, verdict.dtype, verdict.head_dim
