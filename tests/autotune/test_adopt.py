@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from ringattn import Layout, LocalWorld, RectangleAttention, Supports, reference, ring_attention
 from ringattn.autotune import adopt
-from ringattn.autotune.adopt import KernelCandidate, CheckJob, CheckSizes, check_candidate, run_checks, save_verdicts
+from ringattn.autotune.adopt import CheckJob, CheckSizes, KernelCandidate, check_candidate, run_checks, save_verdicts
 from ringattn.bench import cli
 from ringattn.kernels import PLAIN, Bounds, Scores
 from ringattn.kernels.config import BACKWARD_MODES, FORWARD_KERNELS
@@ -29,8 +29,8 @@ from ringattn.ring.adopted import (
     FORWARD,
     PHASES,
     TRAINING,
-    Setup,
     KernelVerdict,
+    Setup,
     find_adoption,
     read_record,
     record_path,
@@ -56,7 +56,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> t
 
 
 def slow_forward(*inputs: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    time.sleep(0.01)
+    time.sleep(0.03)
     return own_kernels.forward(*inputs, causal=causal, scale=scale)
 
 
@@ -126,12 +126,12 @@ def test_a_right_and_faster_kernel_is_adopted(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(adopt, "PORTABLE", stand_in(slow_forward))
     verdicts = check_candidate(job(stand_in()))
     assert [(verdict.phase, verdict.adopted) for verdict in verdicts] == [(phase, True) for phase in PHASES]
-    assert all(verdict.passed and verdict.repeatable and verdict.speedup > 1.5 for verdict in verdicts)
+    assert all(verdict.passed and verdict.repeatable and verdict.speedup > 1 for verdict in verdicts)
 
 
 def test_a_slower_kernel_passes_and_is_not_adopted() -> None:
     for verdict in check_candidate(job(stand_in(slow_forward))):
-        assert verdict.passed and not verdict.adopted and verdict.speedup < 0.5
+        assert verdict.passed and not verdict.adopted and verdict.speedup < 1
         assert verdict.reason == "it is not faster than the portable kernels"
 
 
