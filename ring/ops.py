@@ -21,6 +21,7 @@ from torch import Tensor
 from ..comm import LocalGroup
 from ..comm.group_cache import create_handle, resolve_handle
 from ..comm.groups import mesh_groups
+from ..kernels.launch import is_tma_aligned
 from ..kernels.ops import SLOPES_GRADIENT_ERROR
 from ..kernels.scores import SEED_RANGE
 from . import loop, ulysses
@@ -217,6 +218,10 @@ def run_backward(
         check_dlse_support(call.backend, q, v, dlse)
         call.ring._agree({"call": "backward"}, q.device, forward_number=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
+        if call.config is not None and call.args.config is None and not is_tma_aligned(dout):
+            dout = dout.clone(
+                memory_format=torch.contiguous_format
+            )  # an adopted kernel may need it; the portable do not
         dlse, unpacked_kv = None if dlse is None else dlse.contiguous(), (k, v)
         if rows is not None:
             dout, q, out, lse = rows.pack(dout), rows.pack(q), rows.pack(out), rows.pack_lse(lse)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels import KernelConfig, Scores
 from ..kernels.checks import TRANSPOSE_HINT, check_not_dtensor, check_shapes, check_tensor
 from ..validators import short_repr
+from .adopted import find_adopted_kernel
 from .arg_checks import check_autograd
 from .args import ARG_SPECS, FIRST_HEAD_LIMIT, AttentionArgs, Compare, Options, check_args
 from .backends import check_kernel_features
@@ -128,6 +129,13 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         call.scores = call.scores.slice_heads(own_heads)
         call.sink = None if call.sink is None else call.sink[own_heads]
     call.config = ring.with_sm_margin(args.config)
+    if args.backend == "auto" and args.config is None:
+        # after the comparison, because each rank has its own choice; a graph does not know if it needs gradients
+        needs_backward, by_row = gradient is None or call.has_backward, rows is not None
+        adopted = find_adopted_kernel(
+            q, k, v, args, call.layouts, call.mask, call.scores, needs_backward=needs_backward, by_row=by_row
+        )
+        call.backend, call.config = adopted or (call.backend, call.config)
     where = (ring.rank, ring.direction, q.device, ring.topology, ring.slots)
     call.plan = plan(layouts.queries, mask, *where, kv_layout=layouts.keys)
 

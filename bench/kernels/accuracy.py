@@ -52,14 +52,15 @@ def accuracy_case(
         raise CaseUnavailableError("the Hopper kernels need a GPU of compute capability 9.0")
     for causal in (True, False):
         inputs = draw_inputs(device, DTYPES[dtype], (seqlen, *heads, head_dim, head_dim_v or head_dim))
-        judge = build_judge(inputs, MaskOptions(causal=causal))
+        judge, config = build_judge(inputs, MaskOptions(causal=causal)), backend_config(backend, inputs.q)
+        options = {"causal": causal, "backend": "aten" if backend == "aten" else "triton", "config": config}
         for world in causal_worlds if causal else full_worlds:
             labels = {
                 "by": backend, "dtype": dtype, "head_dim": head_dim, "seqlen": seqlen,
                 "mask": "causal" if causal else "full", "shards": world,
             }  # fmt: skip
             with poison_allocations():
-                first, second = (ring_results(inputs, causal, world, backend) for _ in range(2))
+                first, second = (ring_results(inputs, world, **options) for _ in range(2))
             for name, error in judge.head_errors(first).items():
                 note = f"PyTorch's: {judge.pytorch_errors[name]:.3g}"
                 yield MeasuredNumber(f"error of {name}", error, "absolute", labels, judge.limits[name], note=note)
@@ -81,15 +82,16 @@ def draw_inputs(
     return AttentionInputs(q, k, v, dout, torch.randn(batch, heads, seqlen, device=device))
 
 
-def ring_results(given: AttentionInputs, causal: bool, world: int, backend: str) -> dict[str, Tensor]:
-    """Return out, lse, dq, dk and dv by name from a zigzag ring of ``world`` virtual ranks."""
-    layout, config = Layout.zigzag(given.q.shape[1], world), backend_config(backend, given.q)
-    name = "aten" if backend == "aten" else "triton"
-    options: dict[str, Any] = {"causal": causal, "return_lse": True, "config": config, "backend": name}
+def ring_results(given: AttentionInputs, world: int, **options: Any) -> dict[str, Tensor]:
+    """Return out, lse, dq, dk and dv by name from a zigzag ring of ``world`` virtual ranks.
+
+    ``options`` are arguments of ``ring_attention``.
+    """
+    layout = Layout.zigzag(given.q.shape[1], world)
 
     def of_rank(group: LocalGroup) -> Tensors:
         q, k, v, *gradients = shard_inputs(given, layout, group.rank())
-        attend = partial(ring_attention, layout=layout, group=group, **options)
+        attend = partial(ring_attention, layout=layout, group=group, return_lse=True, **options)
         return forward_backward(attend, (q, k, v), *gradients)
 
     with LocalWorld(world, device=given.q.device) as ranks:

@@ -32,7 +32,7 @@ from ...kernels.config import built_in_config
 from ...reference.masks import add_head_dim
 from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import MaskArgs, split_heads
-from ...ring.local.protocol import LocalForward
+from ...ring.local.protocol import LocalAttention, LocalForward
 from ...ring.local.registry import other_backends, resolve_backend
 from ...ring.loop import partial_sums
 from ...ring.schedule.plan import plan
@@ -175,9 +175,10 @@ def _parts_of_backward(given: ContenderInputs, limits: Bounds, config: KernelCon
 
 
 def local_kernel_contender(
-    backend: str, given: ContenderInputs, config: KernelConfig | None = None, passes: tuple[str, ...] = PASSES
-) -> PreparedContender:
-    """Prepare a registered local kernel as a ring calls it on one shard; ``passes`` are the passes to time."""
+    backend: str | LocalAttention, given: ContenderInputs, config: KernelConfig | None = None,
+    passes: tuple[str, ...] = PASSES,
+) -> PreparedContender:  # fmt: skip
+    """Prepare a local kernel as a ring calls it on one shard; ``passes`` are the passes to time."""
     q, k, v, dout, parts = given.q, given.k, given.v, given.dout, given.bounds
     kernel = resolve_backend(backend, q.device)
     chunks, options = split_heads(1, q.shape[2], k.shape[2]), {"softmax_scale": q.shape[-1] ** -0.5, "config": config}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench.common.flags import Csv, Json, count, dtype_name
+from ...bench.common.flags import Csv, Json, check_mode, count, dtype_name
 
 if TYPE_CHECKING:
     from ...comm import Group
@@ -24,6 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def doctor(
+    context: typer.Context,
     seqlen: Annotated[
         Any, typer.Option(parser=count, metavar="SIZE", help="Total tokens of the test ring, at most 4k.")
     ] = str(MOST_TOKENS),
@@ -37,6 +38,9 @@ def doctor(
     nbytes: Annotated[
         Any, typer.Option("--bytes", parser=count, metavar="SIZE", help="Bytes of one timed transfer.")
     ] = "64m",
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="Check faster kernels on this GPU instead, and adopt those that pass.")
+    ] = False,
     json: Json = None,
     csv: Csv = None,
 ) -> None:
@@ -46,6 +50,9 @@ def doctor(
     command alone for virtual ranks, or with torchrun, srun or mpirun for real ranks.
 
     The exit code is 1 if a check fails. The last lines name the first failure and what to do about it.
+
+    With --adopt, rank 0's GPU runs every kernel that fits it beside the portable kernels. Kernels that are right and
+    faster are recorded, and backend="auto" uses them. A kernel that fails does not change the exit code.
     """
     import torch
     import torch.distributed as dist
@@ -59,10 +66,16 @@ def doctor(
     from ...bench.common.result import Result, Row, finish_command
     from ...comm import LocalWorld
     from ...comm.control import open_control
+    from .adoption import adopt_kernels
     from .findings import COLUMNS, FAIL, DoctorRanks, Finding, closing_lines, error_text
     from .ring import check_job
 
     place = launched_rank()
+    if adopt:
+        check_mode(context, "with --adopt", ("adopt",))
+        if is_printing_rank():
+            finish_command(adopt_kernels(None if place is None else place.device), json, csv)
+        return
     size = resolve_world(world, DEFAULT_WORLD)
     if not size <= seqlen <= MOST_TOKENS:
         raise typer.BadParameter(

@@ -20,6 +20,7 @@ from ...comm.topology.topology import RingEdge as EdgeInfo
 from ...comm.topology.topology import Topology, discover_topology
 from ...reference.masks import MaskOptions
 from ...ring import Layout, Ring, ring_attention
+from .adoption import REFUSED_HINT, check_adopted
 from .findings import FAIL, OK, CheckFailedError, CheckSkippedError, DoctorRanks, Finding, error_text, run_check
 from .machine import check_machine, collect_facts
 
@@ -50,6 +51,7 @@ def check_job(ranks: DoctorRanks, seqlen: int, dtype: str, nbytes: int) -> Itera
             "versions and settings", collect_facts, lambda all_facts: check_machine(all_facts, ring, on_gpu=on_gpu)
         )
         yield from (Finding(*fields) for fields in results)
+        yield run_check("adopted kernels", REFUSED_HINT, partial(check_adopted, ranks))
         yield from check_transports(ranks, ring, nbytes)
         yield run_check(
             f"ring of {size_text(seqlen)} tokens", REPORT_HINT, partial(_check_against_reference, ranks, seqlen, dtype)
