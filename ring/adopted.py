@@ -156,7 +156,7 @@ class Adoption:
         return result
 
 
-def assembler_version(arch: int) -> str:
+def ptxas_release(arch: int) -> str:
     """Return the release of the ptxas with which Triton assembles kernels for a compute capability (90 is 9.0)."""
     try:
         from triton.backends.nvidia.compiler import get_ptxas
@@ -171,7 +171,7 @@ def current_setup(gpu: GpuSpec) -> Setup:
     driver = UNKNOWN
     with suppress(nvml.NvmlUnavailableError):
         driver = nvml.driver_version()
-    versions = str(triton.__version__), assembler_version(gpu.arch), str(torch.__version__), __version__
+    versions = str(triton.__version__), ptxas_release(gpu.arch), str(torch.__version__), __version__
     return Setup(gpu.name, driver, *versions)
 
 
