@@ -236,7 +236,9 @@ class KernelVariant:
             if launch.name == self.function:
                 return launch
         names = ", ".join(launch.name for launch in recorded)
-        raise ValueError(f"variant {self} needs {self.function}, but the launch with its options uses {names}")
+        raise ValueError(
+            f"variant {self} needs {self.function}, but a launch with the options of this variant uses {names}"
+        )
 
 
 def kernel_config(kernel: str, tile: Tile, options: OptionItems = ()) -> KernelConfig:

@@ -75,8 +75,8 @@ def mesh_groups(group: GroupLike) -> tuple[Group, Group] | None:
     if group.mesh_dim_names not in (None, MESH_DIMS):
         raise ValueError(
             f"group is a DeviceMesh with the dimensions {group.mesh_dim_names}. Their names must be {MESH_DIMS}, "
-            "or the dimensions must have no names. If other dimensions do not shard the sequence, pass a "
-            f"submesh, such as {_submesh_example(group)}"
+            "or the dimensions must have no names. If some of them do not shard the sequence, pass a "
+            f"submesh without them, such as {_submesh_example(group)}"
         )
     return group.get_group(0), group.get_group(1)
 

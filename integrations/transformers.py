@@ -269,7 +269,7 @@ def parse_mask_function(mask_function: Callable[..., Any]) -> dict[str, Any]:
             fields: dict[str, Any] = {}
             for part in map(parse_mask_function, closure["mask_functions"]):
                 if repeated := fields.keys() & part.keys() - {"causal"}:
-                    raise NotImplementedError(f"the mask sets {sorted(repeated)} twice: {fields} and {part}")
+                    raise NotImplementedError(f"the mask sets {sorted(repeated)} twice, in {fields} and in {part}")
                 fields |= part
             return fields
     raise NotImplementedError(

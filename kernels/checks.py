@@ -81,7 +81,7 @@ def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
     check_not_dtensor(name, x)
     if not may_be_meta and ((x.is_meta and compile_target() is None) or hasattr(x, "fake_mode")):
         raise ValueError(
-            f"{name} is a {type(x).__name__} on {x.device} without values: it must be a tensor with values"
+            f"{name} is a {type(x).__name__} on {x.device} that holds no data: it must be a tensor with data"
         )
     if x.is_nested or x.layout != torch.strided:
         raise ValueError(f"{name} is a {'nested' if x.is_nested else x.layout} tensor: it must be a dense tensor")

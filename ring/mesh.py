@@ -83,7 +83,7 @@ def resolve_mesh_rings(mesh: Mesh, device: torch.device, ring: Ring | None = Non
     along_ring, along_ulysses = mesh
     ring = resolve_ring(ring, along_ring if ring is None else None, device)
     if ring.group is not along_ring:
-        raise ValueError("ring belongs to another group than the mesh's first dimension. Pass Ring(mesh['ring']).")
+        raise ValueError("ring has a different group from the mesh's first dimension. Pass Ring(mesh['ring']).")
     rings = Rings(ring, ring.partner(along_ulysses))
     ring.name_ranks(range(rings.ulysses.rank, rings.size, rings.ulysses.size))
     first = ring.rank * rings.ulysses.size

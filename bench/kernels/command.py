@@ -87,7 +87,9 @@ def kernels(
     known = [contender.name for contender in list_contenders(device)]
     names = [part.strip() for part in by.split(",")] if by else known
     if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"--by has {unknown[0]!r}: on {device.type} it takes some of {', '.join(known)}")
+        raise typer.BadParameter(
+            f"--by has {unknown[0]!r}: on {device.type} it takes one or more of {', '.join(known)}"
+        )
     ours = sum(name.startswith(OURS) for name in names)
     _check_room(configs, ours, len(names) - ours, device)
     torch.manual_seed(seed)

@@ -257,7 +257,7 @@ def _resolve_hardware(
 
     link, link_between = hardware.link, hardware.link_between
     if max_gpus <= call.per_node and (link_between is not None or nics is not None):
-        raise ValueError("link-between and nics need several nodes. Set --nodes.")
+        raise ValueError("--link-between and --nics need several nodes. Set --nodes to at least 2.")
     if nics is not None and nics > call.per_node:
         raise ValueError(f"nics is {nics}: it must be at most {call.per_node}, one per GPU of a node")
     if call.per_node == 1 and link is not None and not is_map:

@@ -80,7 +80,7 @@ def speed_from_file(path: Path, call: PredictedCall, gpu: str | None) -> tuple[S
             dtypes = sorted({launched.dtype for row, (_, launched) in rows if row["pass"] == FORWARD})
             available = f"it has rows of {', '.join(dtypes)}" if dtypes else "it has none"
             raise ValueError(
-                f"{path} has no full or causal forward of {OURS} in {call.dtype}: {available}. "
+                f"{path} has no time of a full or causal forward of {OURS} in {call.dtype}: {available}. "
                 f"Measure it with `ringattn bench kernels --dtype {call.dtype} --json FILE`."
             )
     try:

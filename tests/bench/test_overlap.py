@@ -166,7 +166,7 @@ def test_overlap_of_real_processes(tmp_path: Path) -> None:
     assert settings == [(s, p, c) for c in (1, 2) for s, p in ((1, 0), (2, 0), (2, 1))]
     assert all(row["bound"] > row["compute"] > 0 and row["communication"] > 0 for row in result.rows)
     assert len({row["compute"] for row in result.rows if row["phase"] == STEP}) == 2  # one value per number of chunks
-    assert "skipped: prefetch is 1: with 1 slots it must be 0 to 0" in ran.stdout
+    assert "skipped: prefetch is 1: with 1 slots it must be between 0 and 0" in ran.stdout
     assert "over process_group, link throttled to" in ran.stdout
     assert "not measured" in result.notes[-1] and result.provenance["versions"]
 

@@ -53,7 +53,7 @@ REFUSED = {
     "--slow 8=2": "slow names rank 8: the rank must be between 0 and 7",
     "--gpu abacus": "it must be one of h100",
     "--link warp": "it takes one of nvlink4",
-    "--link-between ib400": "link-between and nics need several nodes",
+    "--link-between ib400": "link-between and --nics need several nodes",
     "--nodes 2 --nics 99": "nics is 99: it must be at most 4",
     "--gpus 2 --nodes 2 --link pcie5": "link is the link inside a node, but each node has one GPU",
     "--gpus 8 --nodes 3": "nodes is 3: it must divide the 8 GPUs, so one of 1, 2, 4, 8",

@@ -359,7 +359,7 @@ def test_layouts_and_packings_of_one_and_of_several_ranks() -> None:
     packed = formats._packing((0, 8), (0, 8), 2, False)
     assert packed == (Layout.zigzag(8, 2, (0, 8)), (0, 8, 8), False)
     for real, padded, message in (
-        ((0, 8, 4), (0, 8, 4), "document 1 has -4 tokens, -4 with"),
+        ((0, 8, 4), (0, 8, 4), "document 1 has -4 tokens in cu_seqlens_q and -4"),
         ((0, 5), (0, 4), "document 0 has 5 tokens, 4 with"),
         ((0, 6), (0, 6), "not a multiple of 4"), ((0, 4), (0, 4, 8), "has 3 boundaries, cu_seqlens_q 2"),
     ):  # fmt: skip

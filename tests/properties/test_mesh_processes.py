@@ -81,7 +81,7 @@ def test_mistakes_of_one_rank_are_refused_on_the_whole_mesh() -> None:
     for sink, causal, names, ring, later, causal_later in group_results(RANKS, refusals):
         for kind, text, seconds in (sink, later):
             assert kind == "ValueError" and seconds < SOON
-            assert "learnable_sink is [3] on cpu: it must be [4]" in text
+            assert "learnable_sink has shape [3] on cpu: it must have shape [4]" in text
         for kind, text, seconds in (causal, causal_later):
             assert kind == "ValueError" and seconds < SOON and "causal differs between ranks" in text
             assert "rank 1: True" in text  # the number in the mesh, even in the column of ranks 1 and 3

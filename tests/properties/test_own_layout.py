@@ -110,14 +110,14 @@ def test_predict_reads_a_layout_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
-        ([[[0, 8], [4, 8]]], "spans_per_rank[0][1] starts at 4, the span before it ends at 7"),
+        ([[[0, 8], [4, 8]]], "spans_per_rank[0][1] starts at 4, but the span before it ends at 7"),
         ([[[0, 8]], [[4, 8]]], "spans_per_rank holds position 4 on rank 0 and on rank 1"),
         ([[[0, 2.5]]], "spans_per_rank[0][0] is [0, 2.5]: it must be a Span"),
-        ([[[0, 8]], [[16, 8]]], "it has 16 tokens up to position 23: it must have every position from 0"),
-        ([[]], "it has no token: it must have"),
+        ([[[0, 8]], [[16, 8]]], "it has 16 tokens up to position 23, and must have every position from 0"),
+        ([[]], "it has no token, and must have"),
         (None, "spans_per_rank is None: it must be a list"),
-        ("{}", "it has no field: it must have only spans_per_rank"),
-        ('{"spans_per_rank": [[[0, 8]]], "rank": 1}', "it has spans_per_rank, rank: it must have"),
+        ("{}", "it has no field, and must have only spans_per_rank"),
+        ('{"spans_per_rank": [[[0, 8]]], "rank": 1}', "it has spans_per_rank, rank, and must have"),
         ("[]", "it is []: it must be a JSON object"),
     ],
 )
@@ -127,4 +127,4 @@ def test_bad_layout_files_are_refused(name: str, spans: object, message: str, tm
 
 
 def test_predict_needs_equal_shards(tmp_path: Path) -> None:
-    assert "shards of 8 to 24 tokens: they must be equal" in command("predict", LAYOUT.spans_per_rank, tmp_path)
+    assert "shards have 8 to 24 tokens" in command("predict", LAYOUT.spans_per_rank, tmp_path)

@@ -145,7 +145,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
 
 EAGER: list[tuple[dict[str, Any], str]] = [
     ({"k": x(8, 2).to("meta")}, "k is on meta and q is on cpu"),
-    ({"q": x(8, 4).to("meta")}, "q is a Tensor on meta without values: it must be"),
+    ({"q": x(8, 4).to("meta")}, "q is a Tensor on meta that holds no data: it must be"),
     ({"causal": 1}, "causal is 1: it must be True or False"),
     ({"config": KernelConfig(TILE, TILE, TILE)}, "config, the tiles of the Triton kernels"),
     ({"layout": "ring"}, "layout is 'ring': it must be a Layout or one of contiguous, zigzag, striped"),

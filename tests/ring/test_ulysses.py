@@ -170,7 +170,7 @@ def test_a_mesh_uses_the_ring_it_is_given() -> None:
             out = attend(mesh, *leaves, ring=ring)
             assert ring.telemetry()
         for wrong in (Ring(mesh.ulysses), Ring(group)):
-            with pytest.raises(ValueError, match="ring belongs to another group than the mesh"):
+            with pytest.raises(ValueError, match="ring has a different group from the mesh"):
                 attend(mesh, *leaves, ring=wrong)
         with pytest.raises(ValueError, match="chunks of the ring is 3, but k has 2 heads"):
             attend(mesh, *leaves, ring=Ring(mesh.ring, chunks=3))

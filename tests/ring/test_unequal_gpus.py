@@ -98,7 +98,7 @@ def test_all_ranks_take_rank_0s_ring_settings(tmp_path: Path) -> None:
     """Processes over gloo, with a different setting in each GPU's table; all ranks take rank 0's."""
     for gpu, setting in CHOSEN.items():
         save_ring(tmp_path, gpu, RingEntry(RING, setting, 1e-3, 0.01, 1.2e-3))
-    message = "config_dir is '/nowhere': there is no such folder; `ringattn tune --save-dir` creates it"
+    message = "config_dir is '/nowhere': there is no such folder. `ringattn tune --save-dir` creates it."
     assert launching.launch_processes(len(GPUS), settings, str(tmp_path)) == {
         "own": [CHOSEN[gpu] for gpu in GPUS],
         "shared": [CHOSEN[GPUS[0]]] * len(GPUS),

@@ -204,7 +204,7 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
     ("--forward-kernel hopper --head-dim 96", "supports 64, 128, 256"),
     ("--backward hopper --no-grouped", "grouped is False: with backward='hopper' it must be True"),
     ("--backward single_pass --head-dim 192", "no tile of a single-pass backward fits sm_90. "),
-    ("--gpu x --config-dir /nowhere", "config_dir is '/nowhere': there is no such folder; `ringattn tune"),
+    ("--gpu x --config-dir /nowhere", "config_dir is '/nowhere': there is no such folder. `ringattn tune"),
     ("--config-dir .", "--config-dir is given without --gpu"),
     ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton; "),
 ])  # fmt: skip
