@@ -81,7 +81,7 @@ class KernelCandidate:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Phases in which the candidate differs from the portable kernels."""
+        """Phases to check, of "forward" and "training": those that run another kernel than the portable one."""
         has_own_forward = not self.options or "forward_kernel" in dict(self.options)
         return (FORWARD, TRAINING) if has_own_forward else (TRAINING,)
 
@@ -122,7 +122,7 @@ def sum_times(times: Sequence[Times]) -> Times:
 
 
 class CheckSizes(NamedTuple):
-    """Sizes of a self-check."""
+    """Tokens, heads and repetitions with which a candidate kernel is checked and timed before its adoption."""
 
     tokens: int = 1008  # shards are no multiples of tile sides
     heads: tuple[int, int] = (8, 4)

@@ -248,8 +248,10 @@ def matrix_products(instructions: Sequence[tuple[str, str]], warps: int) -> Iter
 
 
 def matrix_product(name: str, operands: str, constants: Mapping[str, int], warps: int) -> tuple[float, float]:
-    """Return the equivalent 16-bit multiply-adds of a matrix instruction, and its operand bytes in shared memory.
+    """Return a block's 16-bit multiply-adds in one matrix instruction, and the bytes read from shared memory.
 
+    TF32 counts double and 8 bits half. ``warps`` is the number of warps of the block, and ``constants`` holds the known
+    values of registers.
     The shape is in the name, as in ``HMMA.16816…`` and ``HGMMA.64x128x16…``, or on sm_100 in the instruction
     descriptor (PTX ISA, tcgen05).
     """

@@ -84,7 +84,7 @@ class PointResult:
 
     @property
     def estimate(self) -> Tile | None:
-        """Tile with the best bound among those without options, since bounds do not compare kernels or schedules."""
+        """Best tile by throughput bound, or None; without tiles with tuned options, which bounds ignore."""
         return next((tile for tile in self.ranked.tiles if not tuned_options(tile)), None)
 
     @property

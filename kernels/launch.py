@@ -193,7 +193,7 @@ def check_tma_alignment(error_prefix: str, **tensors: Tensor | None) -> None:
 
 
 def is_tma_head_dim(head_dim: int) -> bool:
-    """Return True if a tile holds rows of ``head_dim`` elements without padding."""
+    """Return True if ``head_dim`` is a power of two of at least 16, so that TMA moves whole rows of a tile."""
     return head_dim >= MIN_TILE_SIDE and head_dim & (head_dim - 1) == 0
 
 

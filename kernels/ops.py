@@ -64,7 +64,7 @@ def pack_kernel_args(
     softmax_scale: float | None = None,
     config: KernelConfig | None = None,
 ) -> OpArgs:
-    """Return the keyword arguments of an entry as arguments of an op."""
+    """Return the keyword arguments of a host entry as the tensors and numbers that its ``torch.library`` op takes."""
     index, seed = bounds.block_sparse, scores.dropout_seed
     return OpArgs(
         bounds.lo,
@@ -115,7 +115,7 @@ def _parse_option(word: str) -> str | int | bool | None:
 
 
 def unpack_kernel_args(device: torch.device, *args: Any) -> dict[str, Any]:
-    """Return the arguments of an op as keyword arguments of an entry."""
+    """Return the arguments of a ``torch.library`` op as keyword arguments of its host entry."""
     call = OpArgs(*args)
     block_sparse = None if call.visible is None else BlockSparseIndex(call.visible, call.block, device)
     plain = all(x is None for x in (call.lo, call.hi, call.seqused_k, block_sparse))

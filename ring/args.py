@@ -111,7 +111,7 @@ def _block_mask(visible: bytes, columns: int, block: int) -> BlockMask:
 
 
 def _pack_numbers(numbers: CuSeqlensLike | None) -> tuple[Tensor | None]:
-    """Return lengths or boundaries as a CPU tensor; shorter rows of boundaries are padded with empty documents."""
+    """Return lengths or boundaries as the one input of an op; pad shorter rows with empty documents."""
     if numbers is None or isinstance(numbers, Tensor):
         return (numbers,)
     values: list[Any] = list(numbers)

@@ -117,6 +117,6 @@ def ulysses_layout(layout: Layout, ulysses: int, ring_rank: int) -> Layout:
 
 
 def _ring_rank_positions(layout: Layout, ulysses: int, ring_rank: int) -> Tensor:
-    """Return the positions of one ring rank's tokens, ascending."""
+    """Return the ascending positions of the tokens that the ``ulysses`` ranks of one ring rank hold together."""
     ranks = range(ring_rank * ulysses, (ring_rank + 1) * ulysses)
     return torch.cat([layout.positions(rank) for rank in ranks]).sort().values

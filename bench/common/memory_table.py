@@ -250,10 +250,13 @@ def kernels_bytes(config: AttentionConfig, seqlen: int, ours: int, theirs: int, 
 
 
 def trained_bytes(tokens: int, layers: int, q: int, k: int, e: int) -> int:
-    """Return the bytes of the decoder of ``demo``, with ``q`` and ``k`` elements of ``e`` bytes per token."""
+    """Return the bytes that training adds to a rank's parameters in the decoder of ``ringattn demo``.
+
+    Per token and layer, queries have ``q`` elements, keys and values ``k`` each, all of ``e`` bytes.
+    """
     return tokens * e * (layers * (15 * q + 4 * k) + 6 * q + LOGITS_AT_ONCE * VOCABULARY_SIZE)
 
 
 def flush_bytes(device: str) -> int:
-    """Return the size of the buffer that is written before every timed run on a GPU."""
+    """Return the bytes of the buffer that evicts the L2 cache of a GPU before every timed run; 0 on the CPU."""
     return FLUSH_BYTES if device != "cpu" else 0

@@ -100,7 +100,7 @@ def sweep_percents(
 
 
 def draw_map(percents: dict[int, dict[int, float | None]], title: str, target: Path) -> None:
-    """Draw the map to a PNG or SVG file."""
+    """Draw ``percents[GPUs][tokens per GPU]`` as a heat map to a PNG or SVG file; None leaves a cell empty."""
     from matplotlib import colormaps  # only needed here
     from matplotlib.figure import Figure
 

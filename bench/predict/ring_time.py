@@ -195,7 +195,7 @@ def message_cost(call: PredictedCall, links: ClusterLinks, factor: Any = 1.0) ->
 
 
 def _plain_price(call: PredictedCall, speed: Speed, tokens: Any) -> Callable[[Plan, Op], Seconds]:
-    """Return a function for the seconds of a launch of a plain ring with ``tokens`` per rank."""
+    """Return a function of a plan and an op that predicts the seconds of the op's kernel."""
 
     @lru_cache(None)
     def seconds(what: str, ahead: int, first: bool) -> Seconds:

@@ -165,7 +165,7 @@ class _Window(NamedTuple):
 
 
 class _Communicators:
-    """The two communicators of one transport, and the windows of the first."""
+    """Two communicators of one transport: one moves data between registered windows, one signals free memory."""
 
     def __init__(self, data: Any, free: Any) -> None:
         self.data = data
@@ -370,7 +370,7 @@ class NcclOneSidedTransport(NcclTransport):
                 comm.free.wait({peer: len(pieces) for peer, pieces in outgoing.items()}, stream)
 
     def _put(self, outgoing: Pieces, incoming: Pieces, stream: int) -> None:
-        """Put the outgoing pieces, and wait for the incoming pieces."""
+        """Enqueue on ``stream`` the puts of the outgoing pieces and a wait for the incoming pieces."""
         boxes = len(self._members)  # number of the first box for incoming data
         for peer, piece in _boxed(outgoing):  # the stream is past the last put from this box
             self._copy_stream.copy(self._box(peer)[: piece.tensor.nbytes], piece.tensor)

@@ -53,7 +53,7 @@ class RankRow(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A rank's row as known to another rank."""
+    """Latest step times of one rank that another rank has received, with their age."""
 
     rank: int
     age: float  # seconds since the report

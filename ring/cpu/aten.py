@@ -24,7 +24,7 @@ MIN_SPLIT_ROWS = 128  # least rows of a diagonal square; with smaller ones a cal
 
 
 def cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Call PyTorch's operator, forward."""
+    """Call PyTorch's flash attention for CPUs on ``[B, H, S, D]``, and return out and ``lse [B, H, S]``."""
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, NO_DROPOUT, causal, scale=scale)
     return out, lse
 
@@ -32,7 +32,7 @@ def cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> 
 def cpu_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """Call PyTorch's operator, backward."""
+    """Call the backward of PyTorch's flash attention for CPUs, and return dq, dk and dv."""
     grads: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, NO_DROPOUT, causal, scale=scale
     )

@@ -58,12 +58,12 @@ def cudnn_backward(
 
 
 def load_fa3() -> Any:
-    """Import FlashAttention-3."""
+    """Return the module of FlashAttention-3, or raise ImportError that says how to install it."""
     return _load("flash_attn_interface", "FlashAttention-3: build the folder hopper of Dao-AILab/flash-attention")
 
 
 def load_fa4() -> Any:
-    """Import FlashAttention-4."""
+    """Return the module of FlashAttention-4, or raise ImportError that says how to install it."""
     return _load("flash_attn.cute.interface", "FlashAttention-4: pip install flash-attn-4")
 
 

@@ -164,7 +164,8 @@ def test_command_line_to_job(command: str, job: Job, world: int) -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [("--seqlen 8x", "'8x' is not a size"), ("--steps 0", "--steps is 0"), ("--head-dim 33", "must be even"),
-     ("--heads 3", "--kv-heads is 2: it must divide --heads, 3"), ("--data 2", "--data is 2: it must divide --batch, 1"),
+     ("--heads 3", "--kv-heads is 2: it must divide --heads, 3"),
+     ("--data 2", "--data is 2: it must divide --batch, 1"),
      ("--dtype int8", "invalid choice: 'int8'")],
 )  # fmt: skip
 def test_wrong_command_lines_are_refused(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

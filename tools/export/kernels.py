@@ -115,7 +115,7 @@ class ExportedKernel:
     shared: int  # bytes
 
     def needs_input(self, name: str) -> bool:
-        """Return True if ``name`` is a field of the struct that a caller fills in."""
+        """Return True if the caller must set the field ``name`` of the argument struct."""
         return any(argument.name == name for argument in self.inputs)
 
     @property
