@@ -93,9 +93,14 @@ def test_a_worker_is_kept_until_it_fails(
     answer: Any, left: float, result: Any, waited: list[float], ends: str, closed: bool
 ) -> None:
     process, connection = Mock(exitcode=7), Mock()
-    connection.poll.side_effect = lambda seconds: waits.append(seconds) or answer is not None
-    connection.recv.side_effect = [answer]
     waits: list[float] = []
+
+    def poll(seconds: float) -> bool:
+        waits.append(seconds)
+        return answer is not None
+
+    connection.poll.side_effect = poll
+    connection.recv.side_effect = [answer]
     with Pool(number_job, 1, seconds=20.0) as pool:
         pool._own.worker, pool._closed = (process, connection), closed
         assert pool._result("job", lambda: left) == (None if closed else result)
@@ -109,9 +114,9 @@ def test_a_worker_is_kept_until_it_fails(
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_worker_that_starts_while_the_pool_closes_is_killed(closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs, process = Mock(), Mock(), Mock()
+    started, environments = list[Any](), list[Any]()
     context = Mock(Pipe=lambda: (ours, theirs), Process=lambda **made: started.append(made) or process)
     process.start.side_effect = lambda: environments.append(os.environ.get("TRITON_INTERPRET"))
-    started, environments = list[Any](), list[Any]()
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context if method == "spawn" else None)
     with Pool(number_job, 1) as pool:
         pool._closed = closed

@@ -360,12 +360,13 @@ def test_layouts_and_packings_of_one_and_of_several_ranks() -> None:
     assert packed == (Layout.zigzag(8, 2, (0, 8)), (0, 8, 8), False)
     for real, padded, message in (
         ((0, 8, 4), (0, 8, 4), "document 1 has -4 tokens in cu_seqlens_q and -4"),
-        ((0, 5), (0, 4), "document 0 has 5 tokens, 4 with"),
+        ((0, 5), (0, 4), "document 0 has 5 tokens in cu_seqlens_q and 4"),
         ((0, 6), (0, 6), "not a multiple of 4"), ((0, 4), (0, 4, 8), "has 3 boundaries, cu_seqlens_q 2"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             formats._packing(real, padded, 2, False)
-    row, padding = {"cu_seqlens_q": (0, 3, 8)}, formats.MASK_TYPES["padding"]
+    row: formats.HostBoundaries = {"cu_seqlens_q": (0, 3, 8)}
+    padding = formats.MASK_TYPES["padding"]
     assert formats._row_lengths(row | {"cu_seqlens_kv": (0, 3, 8)}, padding, "padding", 2) == (3, 5)
     assert formats._row_lengths({}, formats.MASK_TYPES["causal"], "causal", 2) is None
     refused: list[tuple[formats.HostBoundaries, str, type[Exception], str]] = [

@@ -489,7 +489,7 @@ def test_gate_problems_of_listings(reads: Callable[[str], list[str]], code: str,
 
 
 def test_the_tma_add_of_older_tritons_takes_32_bit_coordinates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(backward_kernels.tma, "async_atomic_add", raising=False)
+    monkeypatch.delattr("ringattn.kernels.hopper.backward.tma.async_atomic_add", raising=False)
     semantic, handles = Mock(), [Mock(), Mock()]
     backward_kernels.find_tma_add()(*handles[:1], "coord", handles[1], _semantic=semantic)
     coord = semantic._convert_to_ir_values
