@@ -115,7 +115,12 @@ def test_a_worker_is_kept_until_it_fails(
 def test_a_worker_that_starts_while_the_pool_closes_is_killed(closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs, process = Mock(), Mock(), Mock()
     started, environments = list[Any](), list[Any]()
-    context = Mock(Pipe=lambda: (ours, theirs), Process=lambda **made: started.append(made) or process)
+
+    def create(**arguments: Any) -> Mock:
+        started.append(arguments)
+        return process
+
+    context = Mock(Pipe=lambda: (ours, theirs), Process=create)
     process.start.side_effect = lambda: environments.append(os.environ.get("TRITON_INTERPRET"))
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context if method == "spawn" else None)
     with Pool(number_job, 1) as pool:

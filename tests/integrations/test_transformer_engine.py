@@ -361,7 +361,7 @@ def test_layouts_and_packings_of_one_and_of_several_ranks() -> None:
     for real, padded, message in (
         ((0, 8, 4), (0, 8, 4), "document 1 has -4 tokens in cu_seqlens_q and -4"),
         ((0, 5), (0, 4), "document 0 has 5 tokens in cu_seqlens_q and 4"),
-        ((0, 6), (0, 6), "not a multiple of 4"), ((0, 4), (0, 4, 8), "has 3 boundaries, cu_seqlens_q 2"),
+        ((0, 6), (0, 6), "not a multiple of 4"), ((0, 4), (0, 4, 8), "cu_seqlens_q_padded has 3 boundaries: it must have 2"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             formats._packing(real, padded, 2, False)
