@@ -361,7 +361,8 @@ def test_layouts_and_packings_of_one_and_of_several_ranks() -> None:
     for real, padded, message in (
         ((0, 8, 4), (0, 8, 4), "document 1 has -4 tokens in cu_seqlens_q and -4"),
         ((0, 5), (0, 4), "document 0 has 5 tokens in cu_seqlens_q and 4"),
-        ((0, 6), (0, 6), "not a multiple of 4"), ((0, 4), (0, 4, 8), "cu_seqlens_q_padded has 3 boundaries: it must have 2"),
+        ((0, 6), (0, 6), "not a multiple of 4"),
+        ((0, 4), (0, 4, 8), "cu_seqlens_q_padded has 3 boundaries: it must have 2"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             formats._packing(real, padded, 2, False)
@@ -371,11 +372,16 @@ def test_layouts_and_packings_of_one_and_of_several_ranks() -> None:
     assert formats._row_lengths({}, formats.MASK_TYPES["causal"], "causal", 2) is None
     refused: list[tuple[formats.HostBoundaries, str, type[Exception], str]] = [
         (row, "causal", ValueError, "cu_seqlens_q is given with attn_mask_type 'causal'"),
-        ({}, "padding", NotImplementedError, "'padding' without cu_seqlens_q"),
+        ({}, "padding", NotImplementedError, "'padding' and cu_seqlens_q is None"),
         (row | {"cu_seqlens_q_padded": (0, 4, 8)}, "padding", ValueError, "only qkv_format 'thd' takes padded"),
         (row | {"cu_seqlens_kv_padded": (0, 4, 8)}, "padding", ValueError, "only qkv_format 'thd' takes padded"),
         (row | {"cu_seqlens_kv": (0, 4, 8)}, "padding", NotImplementedError, "cu_seqlens_kv differs"),
-        ({"cu_seqlens_q": (0, 3)}, "padding", ValueError, "has 1 lengths: it must have 2"),
+        (
+            {"cu_seqlens_q": (0, 3)},
+            "padding",
+            ValueError,
+            "cu_seqlens_q has 1 documents. It must have one per batch row, 2",
+        ),
     ]
     for host, name, error, message in refused:
         with pytest.raises(error, match=message):
