@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -34,13 +35,13 @@ from ..kernels import (
 )
 from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS
 from ..kernels.bounds import BlockSparseIndex
-from ..kernels.compile_target import CompileTarget, compiling_for
 from ..kernels.config import MIN_TILE_SIDE, built_in_config, single_pass_tile
 from ..kernels.gpu import ARCHS, assumed_gpu
 from ..kernels.launch import TMA_ARCH, is_tma_head_dim
 from ..kernels.quantize import SCALE_TOKENS, dequantize, num_warps, quantize, scale_shape
 from ..kernels.scores import PLAIN
 from ..kernels.tables import DTYPES, SINGLE_PASS_KERNELS, TUNABLE_OPTIONS, OptionItems, OptionValue, tuned_options
+from ..kernels.warm_up import collect_launches
 
 META = torch.device("meta")
 
@@ -92,14 +93,8 @@ def record_launches(entry: Callable[..., object], arch: int, *call: Any, **named
 
     The tensors are on the meta device, and nothing runs.
     """
-    recorded: list[RecordedLaunch] = []
-
-    def record(kernel: Any, grid: int, *arguments: Any, **options: Any) -> None:
-        recorded.append(RecordedLaunch(kernel, grid, arguments, options))
-
-    with compiling_for(CompileTarget(assumed_gpu(arch), record)):
-        entry(*call, **named)
-    return recorded
+    launches = collect_launches(assumed_gpu(arch), partial(entry, *call, **named))
+    return [RecordedLaunch(*launch) for launch in launches]
 
 
 def compile_launch(launch: RecordedLaunch, arch: int) -> RecordedLaunch:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,7 +34,14 @@ LOCK_SECONDS = 120.0
 
 LOCK_POLL_SECONDS = 0.02
 
-Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+class Launch(NamedTuple):
+    """Launch that was recorded on the meta device."""
+
+    kernel: Any
+    grid: int
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 def meta_like(x: torch.Tensor) -> torch.Tensor:
@@ -43,11 +50,11 @@ def meta_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def collect_launches(gpu: GpuSpec, run: Callable[[], object]) -> list[Launch]:
-    """Return kernel, arguments and options of the launches of ``run()``, which uses tensors on the meta device."""
+    """Return the launches that ``run()`` requests on ``gpu``. Its tensors are on the meta device, and nothing runs."""
     launches: list[Launch] = []
 
-    def record(kernel: Any, _grid: int, *args: Any, **options: Any) -> None:
-        launches.append((kernel, args, options))
+    def record(kernel: Any, grid: int, *arguments: Any, **options: Any) -> None:
+        launches.append(Launch(kernel, grid, arguments, options))
 
     with compiling_for(CompileTarget(gpu, record)):
         run()
@@ -67,10 +74,10 @@ def compile_launches(launches: list[Launch], *, share: float = 0.0) -> int:
     begin = int(share * len(launches))
     workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(workers, "ringattn-compile") as executor, _SharedCompileMode(executor) as mode:
-        for kernel, args, options in launches[begin:] + launches[:begin]:
-            if isinstance(kernel, JITFunction):  # not in Triton's interpreter
+        for launch in launches[begin:] + launches[:begin]:
+            if isinstance(launch.kernel, JITFunction):  # not in Triton's interpreter
                 with suppress(Exception):
-                    kernel.warmup(*args, grid=(1,), **options)
+                    launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **launch.options)
     return len(mode.future_kernels)
 
 

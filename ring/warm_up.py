@@ -65,14 +65,18 @@ def compile_kernels(call: Call, running: RingCall, q: Tensor, k: Tensor, v: Tens
     if running.phase == "forward" and call.has_backward:
         phases.append("backward")
     forms = [(x.shape[2:], x.stride()[2:], x.shape[1] % 16 == 0, x.dtype) for x in (q, k, v)]
-    masks = {
-        (part.bounds.lo is None, part.bounds.seqused_k is None, part.bounds.block_sparse is None)
-        for parts in running.plan.hop_masks
-        for part in parts
-    }
     scores, wires = running.scores, (running.wire, running.grad_wire)
     modified = (bool(scores.softcap), scores.alibi_slopes is None, scores.dropout_p > 0)
-    kind = (q.device, *phases, *forms, frozenset(masks), modified, call.config, len(running.chunks), start is None)
+    kind = (
+        q.device,
+        *phases,
+        *forms,
+        running.plan.mask_kinds,
+        modified,
+        call.config,
+        len(running.chunks),
+        start is None,
+    )
     kind = (*kind, min(len(running.plan.hops), 3), *(None if wire is None else wire.name for wire in wires))
     if kind in _COMPILED:
         return

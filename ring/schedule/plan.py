@@ -71,6 +71,12 @@ class Plan:
         return hop.index % self.inner == 0
 
     @cached_property
+    def mask_kinds(self) -> frozenset[tuple[bool, bool, bool]]:
+        """Fields of the bounds that kernels are compiled for: whether lo, seqused_k and block_sparse are None."""
+        parts = [hop_mask.bounds for hop_mask in chain.from_iterable(self.hop_masks)]
+        return frozenset((part.lo is None, part.seqused_k is None, part.block_sparse is None) for part in parts)
+
+    @cached_property
     def outer_steps(self) -> tuple[tuple[Hop, ...], ...]:
         """Hops grouped by outer step; the first hop of each group is its root."""
         return tuple(self.hops[start : start + self.inner] for start in range(0, len(self.hops), self.inner))

@@ -58,7 +58,7 @@ def test_recorded_kernels_are_those_that_a_call_launches(
     def record(call: Any, running: Any, q: Any, k: Any, v: Any, start: Any) -> None:
         with lock:
             launches = record_phase(GPU, call, running, running.phase, q, k, v, start)
-            recorded[running.phase].update(signature(*launch) for launch in launches)
+            recorded[running.phase].update(signature(x.kernel, x.arguments, x.options) for x in launches)
 
     original = sys.modules["ringattn.kernels.launch"].launch
 
@@ -121,7 +121,7 @@ from triton.runtime import driver
 from ringattn.autotune.compile import StandInDriver
 from ringattn.kernels.attention import attention_delta
 from ringattn.kernels.gpu import assumed_gpu
-from ringattn.kernels.warm_up import compile_launches, collect_launches
+from ringattn.kernels.warm_up import collect_launches, compile_launches
 
 def run():
     for dim in (16, 32):
@@ -132,8 +132,8 @@ def run():
 launches = collect_launches(assumed_gpu(90), run)
 with patch.object(driver, "_active", StandInDriver(90, device=1090)):
     print(len(launches), compile_launches(launches, share=0.5), compile_launches(launches))
-    for kernel, args, options in launches:
-        assert len(kernel.warmup(*args, grid=(1,), **options).asm["cubin"]) > 0
+    for x in launches:
+        assert len(x.kernel.warmup(*x.arguments, grid=(x.grid,), **x.options).asm["cubin"]) > 0
 """
 
 
