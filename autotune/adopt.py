@@ -36,14 +36,17 @@ from ..ring.adopted import (
     VERSION,
     AdoptionRecord,
     KernelVerdict,
+    build_kernel_config,
     clear_adoption_cache,
     current_setup,
+    is_faster,
     kernel_name,
     record_path,
 )
 from ..ring.backends import check_dlse_support
 from ..ring.local.protocol import LocalAttention
 from ..ring.local.registry import check_supports, other_backends, resolve_backend
+from ..ring.ring import call_device
 from .pool import JobFailure, Pool
 from .store import write_private_json
 
@@ -77,7 +80,7 @@ class KernelCandidate:
 
     @property
     def config(self) -> KernelConfig | None:
-        return KernelConfig(**dict(self.options)) if self.options else None  # type: ignore[arg-type]
+        return build_kernel_config(self.options)
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -165,7 +168,7 @@ def check_candidate(job: CheckJob) -> list[KernelVerdict]:
     by_pass, verdicts = time_passes(job), []
     for phase in job.candidate.phases:
         times = sum_times([by_pass[name] for name in PASSES_TIMED[phase]])
-        reason = "" if times.seconds < times.portable - times.spread else "it is not faster than the portable kernels"
+        reason = "" if is_faster(*times) else "it is not faster than the portable kernels"
         verdicts.append(job.verdict(phase, reason, passed=True, repeatable=repeatable, times=times))
     return verdicts
 
@@ -296,8 +299,7 @@ def adopt(
     Raises:
         ValueError: The device is no GPU, or the record cannot be written.
     """
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = device or call_device()
     gpu = gpu_specs(device)
     if gpu is None:
         raise ValueError(f"device is {device}: kernels can be adopted only for a CUDA GPU")

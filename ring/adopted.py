@@ -61,6 +61,19 @@ def kernel_name(backend: str, options: Iterable[tuple[str, str]]) -> str:
     return " ".join([backend, *(f"{name}={value}" for name, value in options)])
 
 
+@lru_cache(maxsize=64)
+def build_kernel_config(options: tuple[tuple[str, str], ...]) -> KernelConfig | None:
+    """Return the config with these fields, or None without fields."""
+    return KernelConfig(**dict(options)) if options else None  # type: ignore[arg-type]
+
+
+def is_faster(seconds: float | None, portable_seconds: float | None, spread: float | None) -> bool:
+    """Return True if a kernel was timed and is faster than the portable one by more than the spread."""
+    if seconds is None or portable_seconds is None or spread is None:
+        return False
+    return 0 < seconds < portable_seconds - max(spread, 0.0)
+
+
 @dataclass(frozen=True)
 class KernelVerdict:
     """Result of the self-check of one kernel, for one dtype, head dim and phase."""
@@ -91,20 +104,13 @@ class KernelVerdict:
             )
         if unknown := sorted(self.options.keys() - {*OPTIONS}):
             raise ValueError(f"options has {unknown[0]!r:.60}: it may have only {', '.join(OPTIONS)}")
-        _config(tuple(self.options.items()))  # raises for a wrong value
-        if self.adopted and not (self.passed and self.is_faster):
+        build_kernel_config(tuple(self.options.items()))  # raises for a wrong value
+        if self.adopted and not (self.passed and is_faster(self.seconds, self.portable_seconds, self.spread)):
             raise ValueError("adopted is true: passed must be true, and seconds less than portable_seconds by spread")
 
     @property
     def name(self) -> str:
         return kernel_name(self.backend, self.options.items())
-
-    @property
-    def is_faster(self) -> bool:
-        """True if the kernel is faster than the portable one by more than the spread."""
-        if self.seconds is None or self.portable_seconds is None or self.spread is None:
-            return False
-        return 0 < self.seconds < self.portable_seconds - max(self.spread, 0.0)
 
     @property
     def speedup(self) -> float:
@@ -113,12 +119,7 @@ class KernelVerdict:
 
     @property
     def config(self) -> KernelConfig | None:
-        return _config(tuple(self.options.items())) if self.options else None
-
-
-@lru_cache(maxsize=64)
-def _config(options: tuple[tuple[str, str], ...]) -> KernelConfig:
-    return KernelConfig(**dict(options))  # type: ignore[arg-type]
+        return build_kernel_config(tuple(self.options.items()))
 
 
 class AdoptionRecord(NamedTuple):
@@ -225,7 +226,7 @@ _LOADING = threading.Lock()
 
 
 @lru_cache(maxsize=64)
-def _cached_adoption(gpu: GpuSpec, path: Path | None) -> Adoption:
+def _cached_adoption(gpu: GpuSpec, config_dir: str | None) -> Adoption:
     adoption = find_adoption(gpu)
     if adoption.is_refused:
         warnings.warn(f"{adoption.problem}. The portable kernels are used.", UserWarning, stacklevel=2)
@@ -251,7 +252,7 @@ def find_adopted_kernel(
     if gpu is None or q.shape[3] != v.shape[3]:
         return None
     with _LOADING:  # virtual ranks are threads, and each message should appear once
-        adoption = _cached_adoption(gpu, record_path(gpu))
+        adoption = _cached_adoption(gpu, resolve_config_dir(None))
     for verdict in adoption.fastest.get((TRAINING if needs_backward else FORWARD, q.dtype, q.shape[3]), ()):
         if not verdict.repeatable and torch.are_deterministic_algorithms_enabled():
             continue

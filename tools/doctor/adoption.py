@@ -13,6 +13,7 @@ from ...bench.common.provenance import provenance
 from ...bench.common.result import Result, Row
 from ...kernels.gpu import gpu_specs
 from ...ring.adopted import HOW_TO_ADOPT, AdoptionRecord, KernelVerdict, find_adoption, record_path
+from ...ring.ring import call_device
 from .findings import CheckFailedError, CheckSkippedError, DoctorRanks, text_by_rank
 
 REFUSED_HINT = "delete the file, or run `ringattn doctor --adopt`, which replaces it"
@@ -29,8 +30,7 @@ def adopt_kernels(device: torch.device | None) -> Result:
     Raises:
         typer.BadParameter: There is no GPU, or the record cannot be written.
     """
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = device or call_device()
     gpu = gpu_specs(device)
     if gpu is None:
         raise typer.BadParameter("--adopt needs a CUDA GPU, but torch finds none")
