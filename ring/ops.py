@@ -219,9 +219,8 @@ def run_backward(
         call.ring._agree({"call": "backward"}, q.device, forward_number=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
         if call.config is not None and call.args.config is None and not is_tma_aligned(dout):
-            dout = dout.clone(
-                memory_format=torch.contiguous_format
-            )  # an adopted kernel may need it; the portable do not
+            # an adopted kernel may need aligned gradients, unlike the portable kernels
+            dout = dout.clone(memory_format=torch.contiguous_format)
         dlse, unpacked_kv = None if dlse is None else dlse.contiguous(), (k, v)
         if rows is not None:
             dout, q, out, lse = rows.pack(dout), rows.pack(q), rows.pack(out), rows.pack_lse(lse)

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from ...kernels.checks import MAX_HEAD_DIM
-from ..local.operators import Operator
+from ..local.operators import NO_DROPOUT, Operator
 from ..local.protocol import FEATURES, Supports
 from ..local.rectangles import RectangleAttention
 from ..local.registry import register_backend
 from . import blockwise
 
 aten: Any = torch.ops.aten
-NO_DROPOUT = 0.0
 MIN_SPLIT_ROWS = 128  # least rows of a diagonal square; with smaller ones a call costs more than it saves
 
 

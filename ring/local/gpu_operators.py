@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ...kernels.checks import MAX_HEAD_DIM
 from ...kernels.launch import Pair
-from .operators import Operator, OperatorAttention, is_deterministic
+from .operators import NO_DROPOUT, Operator, OperatorAttention, is_deterministic
 from .protocol import Supports
 from .rectangles import Tensors
 from .registry import register_backend
 
 aten: Any = torch.ops.aten
-NO_DROPOUT = 0.0
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:

@@ -14,6 +14,8 @@ from ...kernels.launch import Pair
 from .protocol import Supports
 from .rectangles import RectangleAttention, Tensors
 
+NO_DROPOUT = 0.0
+
 
 def is_deterministic() -> bool:
     """Return True if PyTorch must use deterministic kernels, and not only warn."""
