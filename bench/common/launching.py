@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -111,7 +111,8 @@ def run_rank(folder: str, parent: int) -> None:
         sys.argv, entry, arguments = pickle.loads(Path(folder, "call").read_bytes())
         result = entry(*arguments)
     except Exception:
-        Path(folder, f"{os.environ['RANK']}.error").write_text(traceback.format_exc())
+        with suppress(FileNotFoundError):  # after Ctrl-C the command has deleted the folder, and nobody reads the error
+            Path(folder, f"{os.environ['RANK']}.error").write_text(traceback.format_exc())
         sys.exit(1)
     if os.environ["RANK"] == "0":
         Path(folder, "result").write_bytes(pickle.dumps(result))

@@ -375,3 +375,12 @@ def test_world_must_match_the_launcher(bench: str, alone: None, monkeypatch: pyt
     done = CliRunner().invoke(cli.app, [*flags, "--world", "2"])
     assert done.exit_code == 2 and ran == [3], done.output
     assert "--world is 2: the launcher started 3 ranks; leave it out" in done.output
+
+
+def test_a_rank_that_starts_after_its_command_has_ended_is_silent(tmp_path: Path) -> None:
+    # Ctrl-C can come while a process is being started; its folder is then gone before it reads its call.
+    code = f"from ringattn.bench.common.launching import run_rank; run_rank({str(tmp_path / 'gone')!r}, {os.getpid()})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"RANK": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
