@@ -20,7 +20,6 @@ import pytest
 import ringattn
 
 from .conftest import profile
-from .support.nightly import rest_nightly
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -335,7 +334,8 @@ def copy_clone(clone: Path) -> None:
     shutil.copytree(ROOT, clone, ignore=leave)
 
 
-@pytest.mark.parametrize("name", rest_nightly(CLONES, ANOTHER))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CLONES)
 def test_tests_run_in_a_clone_of_any_name(name: str, tmp_path: Path) -> None:
     clone = tmp_path / name
     copy_clone(clone)

@@ -101,6 +101,7 @@ def test_world_is_that_of_the_launcher(alone: None, monkeypatch: pytest.MonkeyPa
         ring_problems(*call, None)
 
 
+@pytest.mark.nightly
 def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
     flags = "--heads 2 --kv-heads 2 --head-dim 16 --dtype fp32 --seqlen 64 --budget 600 --device cpu --ring"
     report = tmp_path / "report.json"

@@ -136,6 +136,7 @@ def test_a_failing_rank_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 1 and "a rank failed: rank 1: killed by SIGKILL" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("layers", "dims"), rest_nightly([(3, (4, 2, 32)), (1, (4, 4, 64))], (3, (4, 2, 32))))
 def test_counted_memory_matches_the_measured_peak(layers: int, dims: tuple[int, int, int], tmp_path: Path) -> None:
     # float64 takes the most memory. Temporaries of PyTorch's operators are not counted, hence the wide limits.

@@ -104,6 +104,7 @@ def test_python_calls_of_a_hop() -> None:
     assert calls[0] <= 110 and calls[1] <= 260
 
 
+@pytest.mark.nightly
 def test_kernels_compile_normally_after_the_bench() -> None:
     # A kernel keeps the compiler of its first launch.
     code = """

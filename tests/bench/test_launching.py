@@ -348,6 +348,7 @@ def run_on_rank(commands: list[str], folder: str) -> list[tuple[str, int, str, l
     return results
 
 
+@pytest.mark.nightly
 def test_only_rank_0_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # inspect and export compile
     commands = [*LAUNCHED, *ALONE]

@@ -197,6 +197,7 @@ def test_memory_of_messages_is_counted() -> None:
         assert 0.9 * messages * nbytes < peak.bytes < 1.1 * messages * nbytes
 
 
+@pytest.mark.nightly
 def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_USE_CUDA_MEMCPY", "1")
     target = tmp_path / "l.json"

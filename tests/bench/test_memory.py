@@ -185,6 +185,7 @@ def test_memory_counts_all_rings_of_overlap_and_tune() -> None:
     assert long - short == pytest.approx(1309.1e6, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_kernels_take_no_more_than_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     # A mask in parts takes the most memory.
     monkeypatch.setattr(timing, "MIN_SAMPLES", 1)
@@ -202,6 +203,7 @@ def test_kernels_take_no_more_than_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0.5 * counted < peak_bytes < counted
 
 
+@pytest.mark.nightly
 def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:
     command = f"bench memory --world 2 --tokens 1k --heads 4 --json {tmp_path}/m.json"
     result = CliRunner().invoke(cli.app, command.split())

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 LEAST_BENCHMARKS = 12
 
 
+@pytest.mark.nightly
 def test_every_benchmark_runs_and_the_json_has_provenance(tmp_path: Path) -> None:
     file = tmp_path / "micro.json"
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", f"--rootdir={tmp_path}", "-c", "/dev/null"]

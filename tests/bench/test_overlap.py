@@ -156,6 +156,7 @@ def test_communication_alone_waits_for_arrivals() -> None:
     arrived.assert_called_once_with()
 
 
+@pytest.mark.nightly
 def test_overlap_of_real_processes(tmp_path: Path) -> None:
     target = tmp_path / "o.json"
     flags = "--tokens 64 --heads 4 --kv-heads 2 --head-dim 16 --repeats 2 --slots 1,2 --prefetch 0,1"

@@ -117,6 +117,7 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
     assert result.provenance["call"]["tokens"] == 8192 and result.provenance["speed"]["name"] == "A800"
 
 
+@pytest.mark.nightly
 def test_text_of_a_large_ring_fits_a_terminal() -> None:
     done = invoke(*["--gpus", "16k", "--nodes", "2048", "--kv-heads", "8", "--pass", "forward"], columns="80")
     assert done.exit_code == 0 and re.match(r"Ulysses 32 x ring 512: \d\d% of ideal\n", done.output)

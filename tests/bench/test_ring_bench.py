@@ -49,6 +49,7 @@ def by_name(result: Result) -> dict[str, Any]:
     return {row["candidate"]: row for row in result.rows}
 
 
+@pytest.mark.nightly
 def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
     flags = "--seqlen 256,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --layout zigzag,striped --batch 2"
     by = "ringattn,baseline,all-gather,Ulysses,PyTorch"  # other libraries take long to import

@@ -151,6 +151,7 @@ def test_a_timeline_of_virtual_ranks() -> None:
     assert sent == received and len(sent) == 4 * (3 + 3 + 3)  # K/V of the forward, K/V of the backward, partial dK/dV
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("alone")
 def test_timeline_of_real_processes(tmp_path: Path) -> None:
     trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.png", "rows.json"))

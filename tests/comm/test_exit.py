@@ -14,6 +14,7 @@ from ..support.transport_cases import HANGS
 ALL = tuple(exit_cases.KINDS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kinds", rest_nightly([" ".join(ALL), *ALL], " ".join(ALL)))
 def test_threads_inside_torch_end_before_the_interpreter(kinds: str) -> None:
     """Exit without the abort that a thread causes when it returns from C++ into a dying interpreter."""

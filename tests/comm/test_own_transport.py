@@ -121,6 +121,7 @@ def test_training_step_of_virtual_ranks(name: str) -> None:
         world.run(partial(check_steps, by_object=Opener(), by_name=by_name))
 
 
+@pytest.mark.nightly
 def test_training_step_of_processes(tmp_path: Path) -> None:
     spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
     spawn(in_process, (f"{tmp_path}/store",), nprocs=WORLD)
@@ -133,6 +134,7 @@ def test_example_passes_the_conformance_suite(world_size: int, name: str) -> Non
         world.run(partial(check_transport, name))
 
 
+@pytest.mark.nightly
 def test_example_as_an_entry_point_of_a_package(tmp_path: Path) -> None:
     (tmp_path / "counted.py").write_text(IMPORTS + EXAMPLE)
     (tmp_path / "counted-1.dist-info").mkdir()

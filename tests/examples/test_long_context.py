@@ -104,6 +104,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("tokens retrieved") == long_context.NEEDLES
 
 
+@pytest.mark.nightly
 def test_the_slurm_script(tmp_path: Path) -> None:
     bin_folder, script = tmp_path / "bin", EXAMPLES / "slurm.sh"
     bin_folder.mkdir()

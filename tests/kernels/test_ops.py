@@ -215,6 +215,7 @@ assert other.default_config(q, v).forward == other.Tile(64, 128, 8, 2), "a table
 """
 
 
+@pytest.mark.nightly
 def test_renamed_copies_run_beside_the_original(tmp_path: Path) -> None:
     assert op_namespace("vendor.ringattn.kernels") == "vendor__ringattn", "of a clone inside another package"
     for place in ("elsewhere", "vendor/attention/fused"):

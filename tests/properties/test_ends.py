@@ -258,6 +258,7 @@ def test_steps_rings_and_worlds_do_not_leak_memory(what: str, most: float) -> No
     assert max(group_results(2, partial(grows, what=what), patience=800)) <= most
 
 
+@pytest.mark.nightly
 def test_steps_and_rings_leave_no_objects_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick version: objects, store keys, threads and descriptors do not grow per step."""
     monkeypatch.setattr(preflight, "MAX_REMEMBERED_CALLS", 8)

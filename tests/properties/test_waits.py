@@ -142,7 +142,12 @@ HIDDEN = "KeyValues"  # the backward receives the same K/V into the same slots, 
 
 
 @pytest.mark.parametrize(
-    ("name", "backward"), [("two slots, no prefetch", False), ("world 4", True), ("2 x 2, other direction", True)]
+    ("name", "backward"),
+    [
+        ("two slots, no prefetch", False),
+        ("world 4", True),
+        pytest.param("2 x 2, other direction", True, marks=pytest.mark.nightly),
+    ],
 )
 def test_without_a_wait_some_order_gives_another_result(name: str, backward: bool) -> None:
     """Show that races which the check reports are real."""

@@ -273,6 +273,7 @@ def processes(rank: int) -> None:
         assert_same(run(compiled(), shards, **call), run(block, shards, **call))
 
 
+@pytest.mark.nightly
 def test_compiled_equals_eager_over_gloo() -> None:
     group_results(2, processes)
 

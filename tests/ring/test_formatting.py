@@ -83,7 +83,10 @@ def test_large_tables_omit_the_middle() -> None:
     assert [word for word in rows[1].replace("|", "").replace("hop", "").split() if word != "…"] == hops
 
 
-@pytest.mark.parametrize(("world", "nodes"), [(8, 1), (16, 1), (8, 4), (16, 2), (128, 32), (1024, 128)])
+@pytest.mark.parametrize(
+    ("world", "nodes"),
+    [(8, 1), (16, 1), (8, 4), (16, 2), (128, 32), pytest.param(1024, 128, marks=pytest.mark.nightly)],
+)
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(documents=Documents([*range(0, 2049, 96), 2048]))])
 def test_lines_fit_a_terminal(world: int, nodes: int, mask: Mask) -> None:
     """Each table keeps its first hops and its last one."""

@@ -67,12 +67,12 @@ TWO_LEVELS = {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
     ("layout", "more", "call"),
     [
         (Layout.zigzag(40, 2), {}, TRITON),
-        (Layout.striped(41, 3), {}, TRITON | {"causal": False}),
+        pytest.param(Layout.striped(41, 3), {}, TRITON | {"causal": False}, marks=pytest.mark.nightly),
         (Layout.uneven([3, 30, 0, 5]), {}, TRITON),
         (Layout.uneven([3, 30, 0, 5]), {"heads": (3, 3)}, TRITON | {"ring": TWO_LEVELS}),
         (Layout.zigzag(40, 2), {"dtype": torch.float16}, TRITON),
         (Layout.contiguous(40, 3), {"dtype": torch.float16}, TRITON),
-        (SPANS, {}, TRITON | {"ring": {"direction": -1}}),
+        pytest.param(SPANS, {}, TRITON | {"ring": {"direction": -1}}, marks=pytest.mark.nightly),
         (SPANS, {}, {"causal": True, "backend": "aten"}),
         (Layout.contiguous(2, 4), {}, TRITON),  # fewer tokens than ranks
         (Layout.contiguous(2, 4), {}, {"causal": True, "backend": "aten"}),
@@ -166,6 +166,7 @@ def test_nan_in_k_and_inf_in_v_reach_only_the_rows_that_see_them() -> None:
     assert out[:, :512].isfinite().all()  # in another shard, hence in another tile
 
 
+@pytest.mark.nightly
 def test_a_world_releases_its_memory() -> None:
     layout, whole, rings = Layout.zigzag(16, 2), inputs(16), []
 

@@ -145,7 +145,10 @@ def test_combined_features_are_exact(number: int, call: dict[str, Any], sink: bo
     check_case(case_of(1 + number % 4, [*LAYOUTS][number % 3], call | {"backend": "aten"}, sink=sink))
 
 
-@pytest.mark.parametrize("call", [TOGETHER[2], TOGETHER[4] | PATTERNS["bigbird"](16)], ids=["longformer", "blocks"])
+@pytest.mark.parametrize("call", [
+    pytest.param(TOGETHER[2], marks=pytest.mark.nightly, id="longformer"),
+    pytest.param(TOGETHER[4] | PATTERNS["bigbird"](16), id="blocks"),
+])  # fmt: skip
 def test_combined_features_in_the_kernels(call: dict[str, Any]) -> None:
     check_case(case_of(2, "zigzag", call | {"backend": "triton"}, sink=True))
 

@@ -99,7 +99,10 @@ def test_defaults_and_large_rings() -> None:
     assert "rank 99" in text and "rank 50 " not in text.partition("mask:")[0]  # ranks in the middle are left out
 
 
-@pytest.mark.parametrize("flags", ["--world 16 --nodes 4", "--world 1k --layout contiguous", "--cu-seqlens 0,99,8k"])
+@pytest.mark.parametrize("flags", [
+    "--world 16 --nodes 4", "--cu-seqlens 0,99,8k",
+    pytest.param("--world 1k --layout contiguous", marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_lines_fit_a_terminal(flags: str) -> None:
     text = run(flags)
     assert max(map(len, text.splitlines())) <= 80
