@@ -56,7 +56,7 @@ def relayout(x: Tensor, source: LayoutLike, target: LayoutLike, *, group: GroupL
             raise ValueError(f"{missing}. Both layouts must hold the same positions.")
         return Relayout(wanted)
 
-    return _gather("relayout", x, source, group, dim, prepare, "source")[0]
+    return _gather(x, "relayout", source, group, dim, prepare, "source")[0]
 
 
 def roll(
@@ -80,7 +80,7 @@ def roll(
         held.require_whole()
         return Roll(INTEGERS.check("shift", shift), resolve_documents(cu_seqlens, held.seqlen))
 
-    return _gather("roll", x, layout, group, dim, prepare)[0]
+    return _gather(x, "roll", layout, group, dim, prepare)[0]
 
 
 def halo(
@@ -115,13 +115,13 @@ def halo(
         sides = HALO.check("left", left), HALO.check("right", right)
         return Halo(*sides, resolve_documents(cu_seqlens, held.seqlen))
 
-    wanted, pieces = _gather("halo", x, layout, group, dim, prepare)
+    wanted, pieces = _gather(x, "halo", layout, group, dim, prepare)
     return torch.split(wanted, pieces or [0], dim)
 
 
 def _gather(
-    call: str,
     x: Tensor,
+    call: str,
     layout: LayoutLike,
     group: GroupLike,
     dim: int,
@@ -132,6 +132,10 @@ def _gather(
 
     ``name`` is that of ``layout``. ``prepare`` checks the other arguments and returns them.
     """
+    if torch.compiler.is_compiling():  # run eagerly between two graphs
+        gather: Any = torch.compiler.disable(_gather)  # type: ignore[no-untyped-call]
+        wanted: tuple[Tensor, list[int]] = gather(x, call, layout, group, dim, prepare, name)
+        return wanted
     device = call_device(x)
     ranks = resolve_call_ranks(group, device)
     with ranks._call_guard(device):

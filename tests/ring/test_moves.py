@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Layout, LocalWorld, halo, relayout, roll
 from ringattn.comm import LocalGroup, LocalTransport, TransportError
-from ringattn.ring.moves import Halo, Relayout, Roll, plan_move
-from ringattn.ring.schedule.exchange import transpose_index
+from ringattn.ring.moves import plan_move
+from ringattn.ring.schedule.exchange import Halo, Relayout, Roll, transpose_index
 from ringattn.ring.schedule.layout import resolve_documents
 
 from ..properties.fuzz_draw import BASE, draw_move

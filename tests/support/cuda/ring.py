@@ -342,7 +342,8 @@ class _Session:
 
     def move(self, ring: Ring, rank: int, number: int, layout: Layout, tensors: Tensor) -> None:
         """Unshard q, or take its halo, on every rank; each rank has its own loss."""
-        q, options = tensors.detach().requires_grad_(), {"layout": layout, "group": ring.group}
+        q = tensors.detach().requires_grad_()
+        options: dict[str, Any] = {"layout": layout, "group": ring.group}
         whole = torch.cat(halo(q, *HALO, **options), 1) if self.case.halos else unshard(q, **options, grad="sum")
         self.read(rank, f"whole{number}", whole)
         grads = _engine_run_backward(
