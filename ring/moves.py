@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,21 +12,10 @@ from ..comm import GroupLike
 from ..validators import integer_between
 from .mesh import Rings, resolve_call_ranks
 from .ring import Ring, call_device
-from .schedule.exchange import (
-    ExchangePlan,
-    Halo,
-    Move,
-    Relayout,
-    Roll,
-    find_missing_position,
-    layout_positions,
-    plan_exchange,
-    plan_mesh_exchanges,
-)
+from .schedule.exchange import ExchangePlan, Halo, Move, Relayout, Roll, find_missing_position, plan_exchanges
 from .schedule.layout import INTEGERS, Layout, LayoutLike, resolve_documents
 from .shards import call_fields, resolve_layout, resolve_shard, transfer
 
-EXCHANGE_CACHE_SIZE = 16  # cached plans; a plan has up to 64 bytes per token of a rank, half of them on its device
 HALO = integer_between(0, (1 << 31) - 1)
 CuSeqlens = Iterable[int] | Tensor | None
 
@@ -120,14 +108,9 @@ def halo(
 
 
 def _gather(
-    x: Tensor,
-    call: str,
-    layout: LayoutLike,
-    group: GroupLike,
-    dim: int,
-    prepare: Callable[[Layout], Move],
+    x: Tensor, call: str, layout: LayoutLike, group: GroupLike, dim: int, prepare: Callable[[Layout], Move],
     name: str = "layout",
-) -> tuple[Tensor, list[int]]:
+) -> tuple[Tensor, list[int]]:  # fmt: skip
     """Return the tokens that this rank gets, and the lengths of their pieces.
 
     ``name`` is that of ``layout``. ``prepare`` checks the other arguments and returns them.
@@ -142,26 +125,15 @@ def _gather(
         held, dim = resolve_shard(call, x, layout, ranks, dim, name)
         move = prepare(held)
         rings = ranks if isinstance(ranks, Rings) else (ranks,)
-        plans = plan_move(held, move, tuple(ring.size for ring in rings), ranks.rank)
+        plans = plan_exchanges(held, move, tuple(ring.size for ring in rings), ranks.rank)
         fields = move._asdict() | {name: held, "gradient": torch.is_grad_enabled() and x.requires_grad}
         documents = fields.pop("cu_seqlens", None)
-        number: Any = ranks._agree(
-            call_fields(call, x, dim, held.seqlen, **fields), x.device, {"cu_seqlens": documents}
-        )
+        compared = call_fields(call, x, dim, held.seqlen, **fields)
+        number: Any = ranks._agree(compared, x.device, {"cu_seqlens": documents})
         numbers = number if isinstance(ranks, Rings) else (number,)
         for plan, ring, ring_number in zip(plans, rings[::-1], numbers[::-1], strict=True):
             x = _Exchange.apply(x, plan, ring, dim, call, ring_number, False)  # type: ignore[no-untyped-call]
     return x, plans[-1].pieces
-
-
-@lru_cache(maxsize=EXCHANGE_CACHE_SIZE)
-def plan_move(layout: Layout, move: Move, sizes: tuple[int, ...], rank: int) -> tuple[ExchangePlan, ...]:
-    """Return the exchanges of ``rank``: one, or two in a mesh, where ``sizes`` has two numbers."""
-    held = layout_positions(layout)
-    wanted = move.wanted_positions(held)
-    if len(sizes) == 1:
-        return (plan_exchange(held, wanted, layout.world, rank),)
-    return plan_mesh_exchanges(held, wanted, sizes, rank)
 
 
 class _Exchange(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from .layout import Documents, Layout
 from .visibility import Marks, Vector
 
 ZEROS = -1  # wanted instead of a position: a row of zeros
+EXCHANGE_CACHE_SIZE = 16  # cached plans; a plan has up to 64 bytes per token of a rank, half of them on its device
 MAX_SPARSITY = 4  # position table: at most this many entries per held position; beyond, positions are renumbered first
 
 
@@ -174,6 +176,16 @@ def transpose_index(index: Vector, end: int) -> list[Vector]:
     order, cuts = np.argsort(earlier, kind="stable"), np.cumsum(np.bincount(earlier))[:-1]
     (_, first), *pairs = zip(*(np.split(x[order], cuts) for x in (targets, sources)), strict=True)
     return [first, *(x for pair in pairs for x in pair)]
+
+
+@lru_cache(maxsize=EXCHANGE_CACHE_SIZE)
+def plan_exchanges(layout: Layout, move: Move, sizes: tuple[int, ...], rank: int) -> tuple[ExchangePlan, ...]:
+    """Return the exchanges of ``rank``: one, or two in a mesh, where ``sizes`` has two numbers."""
+    held = layout_positions(layout)
+    wanted = move.wanted_positions(held)
+    if len(sizes) == 1:
+        return (plan_exchange(held, wanted, layout.world, rank),)
+    return plan_mesh_exchanges(held, wanted, sizes, rank)
 
 
 def plan_exchange(held: RankPositions, wanted: RankPositions, world: int, rank: int) -> ExchangePlan:

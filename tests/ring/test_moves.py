@@ -10,7 +10,6 @@ from time import process_time
 from timeit import repeat
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Layout, LocalWorld, halo, relayout, roll
 from ringattn.comm import LocalGroup, LocalTransport, TransportError
-from ringattn.ring.moves import plan_move
-from ringattn.ring.schedule.exchange import Halo, Relayout, Roll, transpose_index
+from ringattn.ring.schedule.exchange import Halo, Relayout, Roll, plan_exchanges
 from ringattn.ring.schedule.layout import resolve_documents
 
 from ..properties.fuzz_draw import BASE, draw_move
@@ -44,6 +42,20 @@ def test_drawn_calls_equal_index_arithmetic(world: int) -> None:
             case.run(group.rank(), mesh_of(group, mesh))
 
     run_ranks(world, check)
+
+
+def test_positions_may_be_far_apart() -> None:
+    """Neither the gaps of a layout nor a mesh column's part of the positions need a table of all positions."""
+    far = 1 << 40
+    source, target = Layout([[(3, 2)], [(far, 2)]]), Layout([[(4, 1), (far + 1, 1)], [(3, 1), (far, 1)]])
+
+    def check(group: LocalGroup) -> None:
+        x, expected = (layout.positions(group.rank())[None] for layout in (source, target))
+        assert relayout(x, source, target, group=group).equal(expected)
+
+    run_ranks(2, check)
+    case = MoveCase("halo", [1, 1], Layout.contiguous(60, 6))
+    run_ranks(6, lambda group: case.run(group.rank(), group.mesh(1, 6)))
 
 
 def cases(world: int) -> dict[str, MoveCase]:
@@ -221,11 +233,5 @@ def test_plans_of_a_million_tokens_on_64_ranks_take_less_than_a_tenth_of_a_secon
     cuts = [0, *sorted(Random(0).sample(range(1, tokens), 100)), tokens]
     documents, zigzag = resolve_documents(cuts, tokens), Layout.zigzag(tokens, ranks, cu_seqlens=cuts)
     for move in (Relayout(Layout.contiguous(tokens, ranks)), Roll(-1, documents), Halo(3, 0, documents)):
-        plan = lambda: plan_move.__wrapped__(zigzag, move, (ranks,), 17)  # noqa: E731, B023
+        plan = lambda: plan_exchanges.__wrapped__(zigzag, move, (ranks,), 17)  # noqa: E731, B023
         assert min(repeat(plan, timer=process_time, repeat=3, number=1)) < 0.1
-
-
-def test_transposed_indices_list_each_target_once_per_pair() -> None:
-    index = np.array([2, 0, 9, 1, 0, 2, 0])
-    first, *pairs = transpose_index(index, 9)
-    assert [part.tolist() for part in (first, *pairs)] == [[1, 3, 0], [0, 2], [4, 5], [0], [6]]

@@ -213,7 +213,7 @@ class _Session:
         self._caches: list[Any] = []
         for module, name in (
             (plan_module, "_shared_plan"), (rows_module, "_cached_rows"), (prepare, "ulysses_layout"),
-            (moves, "plan_move"),
+            (moves, "plan_exchanges"),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, self.of_process(getattr(module, name)))
         # One layout per process, because layouts cache device tensors.
