@@ -19,10 +19,13 @@ if TYPE_CHECKING:
         Session,
         Supports,
         checkpoint_policy,
+        halo,
         merge,
         positions,
         register_backend,
+        relayout,
         ring_attention,
+        roll,
         shard,
         unshard,
     )
@@ -44,14 +47,17 @@ __all__ = [
     "checkpoint_policy",
     "comm",
     "examples",
+    "halo",
     "integrations",
     "kernels",
     "merge",
     "positions",
     "reference",
     "register_backend",
+    "relayout",
     "ring",
     "ring_attention",
+    "roll",
     "shard",
     "single_rank",
     "tools",
@@ -71,8 +77,8 @@ _FOLDERS = (
     "tools",
 )
 _RING = (
-    "Documents Layout LayoutLike LocalAttention RectangleAttention Ring Session Supports checkpoint_policy merge "
-    "positions register_backend ring_attention shard unshard"
+    "Documents Layout LayoutLike LocalAttention RectangleAttention Ring Session Supports checkpoint_policy halo "
+    "merge positions register_backend relayout ring_attention roll shard unshard"
 )
 _HOME = dict.fromkeys(_RING.split(), "ring")
 _HOME |= dict.fromkeys(("LocalWorld", "single_rank"), "comm")

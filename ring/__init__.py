@@ -8,6 +8,7 @@ from .local.rectangles import RectangleAttention
 from .local.regions import rectangles
 from .local.registry import register_backend
 from .merge_states import merge
+from .moves import halo, relayout, roll
 from .ops import checkpoint_policy
 from .ring import Ring
 from .schedule.layout import Documents, Layout, LayoutLike, Span
@@ -42,12 +43,15 @@ __all__ = [
     "bounds",
     "checkpoint_policy",
     "fixed",
+    "halo",
     "longformer",
     "merge",
     "positions",
     "rectangles",
     "register_backend",
+    "relayout",
     "ring_attention",
+    "roll",
     "schedule",
     "shard",
     "single_rank",

@@ -25,7 +25,7 @@ from .local.registry import resolve_backend
 from .mesh import Ranks, Rings, ring_layout, ulysses_layout
 from .ring import Ring
 from .row_packing import PackedRows, RowMasks, has_row_boundaries, lengths_per_row, pack_batch, split_row_masks
-from .schedule.layout import Documents, Layout, LayoutLike, shift_layout
+from .schedule.layout import Layout, LayoutLike, resolve_documents, shift_layout
 from .schedule.mask import UNLIMITED, BlockMask, Longformer, Mask
 from .schedule.plan import Plan, plan
 from .shards import resolve_layout
@@ -283,9 +283,7 @@ def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
     block_mask, used = args.block_mask, args.seqused_k
     cu_seqlens: Any = args.cu_seqlens
     window: Any = args.window_size
-    documents = None if cu_seqlens is None else Documents(cu_seqlens)
-    if documents is not None and documents.seqlen != layouts.reach:
-        raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {layouts.reach}, the number of tokens")
+    documents = None if cu_seqlens is None else resolve_documents(cu_seqlens, layouts.reach)
     lengths = None if used is None else lengths_per_row("seqused_k", used, batch, layouts.keys.reach)
     mask = Mask(args.causal, window, documents, _prefix(args.prefix_length, args.causal, layouts.reach), lengths)
     if isinstance(block_mask, Longformer):

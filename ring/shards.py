@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ..kernels.checks import check_tensor
 from ..validators import short_repr, word_choice
 from .arg_checks import check_autograd
 from .buffers import Tensors, build_payload, combine_payloads
-from .mesh import Rings, resolve_call_ranks, ring_layout, ulysses_layout
+from .mesh import Ranks, Rings, resolve_call_ranks, ring_layout, ulysses_layout
 from .ring import Ring, call_device
 from .schedule.layout import DIM, POSITIONS, Layout, LayoutLike, check_tokens, token_count
 
@@ -65,23 +65,31 @@ def shard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: 
     with ring._call_guard(call_device(x)):
         tokens = token_count(x, "x", dim)
         resolved = resolve_layout(layout, _seqlen(layout, tokens), ring.size)
-        ring._agree(_signature("shard", x, resolved, dim), call_device(x), always=True)
+        ring._agree(call_fields("shard", x, dim, resolved.seqlen, layout=resolved), call_device(x), always=True)
         return resolved.shard(x, ring.rank, dim)
 
 
-def _signature(call: str, x: torch.Tensor, layout: Layout, dim: int, **more: object) -> dict[str, object]:
-    """Return the fields of a call of ``shard`` or ``unshard`` that must be equal on all ranks."""
+def call_fields(call: str, x: torch.Tensor, dim: int, tokens: int, **more: object) -> dict[str, object]:
+    """Return the fields of a call that must be equal on all ranks, for ``tokens`` of all ranks along ``dim`` of x."""
     dim %= x.dim()
     sizes = [*x.shape[:dim], "tokens", *x.shape[dim + 1 :]]
-    return {
-        "call": call,
-        "shape": sizes,
-        "dtype": x.dtype,
-        "tokens": layout.seqlen,
-        "layout": layout,
-        "dim": dim,
-        **more,
-    }
+    return {"call": call, "shape": sizes, "dtype": x.dtype, "tokens": tokens, "dim": dim, **more}
+
+
+def resolve_shard(
+    call: str, x: torch.Tensor, layout: LayoutLike, ranks: Ranks, dim: int, name: str = "layout"
+) -> tuple[Layout, int]:
+    """Return the layout of all shards and the dimension of the tokens, checked against this rank's shard ``x``.
+
+    ``call`` and ``name`` name the called function and the layout argument in messages.
+    """
+    check_tensor("x", x)
+    check_autograd(call, x)
+    tokens = token_count(x, "x", dim)
+    resolved = resolve_layout(layout, _seqlen(layout, tokens * ranks.size), ranks.size, name)
+    length = resolved.lengths[ranks.rank]
+    check_tokens(x, "x", dim, length, f"but {name} gives rank {ranks.rank} {length}")
+    return resolved, DIM.check("dim", dim) % x.dim()
 
 
 def positions(seqlen: int, *, layout: LayoutLike, group: GroupLike = None) -> torch.Tensor:
@@ -110,13 +118,10 @@ def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim
     """
     ring = resolve_call_ranks(group, call_device(x))
     with ring._call_guard(call_device(x)):
-        check_tensor("x", x)
-        check_autograd("unshard", x)
-        tokens, dim, grad = token_count(x, "x", dim), DIM.check("dim", dim), GRAD_KIND.check("grad", grad)
-        resolved = resolve_layout(layout, _seqlen(layout, tokens * ring.size), ring.size)
-        length = resolved.lengths[ring.rank]
-        check_tokens(x, "x", dim, length, f"but the layout gives rank {ring.rank} {length}")
-        number: Any = ring._agree(_signature("unshard", x, resolved, dim, grad=grad), x.device)
+        resolved, dim = resolve_shard("unshard", x, layout, ring, dim)
+        grad = GRAD_KIND.check("grad", grad)
+        fields = call_fields("unshard", x, dim, resolved.seqlen, layout=resolved, grad=grad)
+        number: Any = ring._agree(fields, x.device)
         if isinstance(ring, Rings):  # first along Ulysses, then along the ring
             (ring, ulysses), (number, ulysses_number) = ring, number
             own_layout = ulysses_layout(resolved, ulysses.size, ring.rank)
@@ -173,14 +178,22 @@ def exchange_all(
         for rank, each in enumerate(shapes)
     ]
     others = [rank for rank in range(ring.size) if rank != ring.rank]
-    if others:
-        sends = combine_payloads(
-            [build_payload(rank, tuple(x.contiguous() for x in outgoing[rank])) for rank in others]
-        )
-        receives = combine_payloads([build_payload(rank, incoming[rank]) for rank in others])
-        with ring._exchange(label, own[0].device) as (transport, posted):
-            after = (transport.mark(),)
-            fence = transport.post(sends=sends.messages, receives=receives.messages, after=after)
-            posted(label, fence, after, sends.sizes, receives.sizes)
-            fence.wait()
+    sends = {rank: tuple(x.contiguous() for x in outgoing[rank]) for rank in others}
+    transfer(ring, label, sends, {rank: incoming[rank] for rank in others}, own[0].device)
     return incoming
+
+
+def transfer(
+    ring: Ring, label: str, outgoing: Mapping[int, Tensors], incoming: Mapping[int, Tensors], device: torch.device
+) -> None:
+    """Send the tensors ``outgoing[r]`` to rank r and receive ``incoming[r]``, in one group, and wait for its end."""
+    if ring.size == 1:
+        return
+    sends, receives = (
+        combine_payloads([build_payload(*item) for item in tensors.items()]) for tensors in (outgoing, incoming)
+    )
+    with ring._exchange(label, device) as (transport, posted):
+        after = (transport.mark(),)
+        fence = transport.post(sends=sends.messages, receives=receives.messages, after=after)
+        posted(label, fence, after, sends.sizes, receives.sizes)
+        fence.wait()

@@ -20,11 +20,11 @@ import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
-from ringattn import LocalWorld
+from ringattn import LocalWorld, shard
 from ringattn.bench import cli
 from ringattn.bench.suite.device_cases import CASES
 from ringattn.bench.suite.suite_parts import gpu_parts
-from ringattn.comm import GroupLike
+from ringattn.comm import GroupLike, LocalGroup
 from ringattn.examples import train
 from ringattn.examples.model import Decoder
 from ringattn.kernels.gpu import assumed_gpu
@@ -207,8 +207,27 @@ def check_trainer(names: dict[str, Any]) -> None:
     assert any((x != y).any() for x, y in zip(before, names["model"].parameters(), strict=True))
 
 
+def check_moves(names: dict[str, Any]) -> None:
+    """Check that convolution, recurrence and later labels on four virtual ranks equal those of the whole."""
+    whole, weight, labels = torch.randn(1, 32, 3), torch.randn(3, 1, 4), torch.arange(32)[None]
+    padded = torch.nn.functional.pad(whole.transpose(1, 2), (3, 0))
+    conv = torch.nn.functional.conv1d(padded, weight, groups=3).transpose(1, 2)
+    later = torch.nn.functional.pad(labels[:, 2:], (0, 2), value=-100)
+
+    def on_rank(group: LocalGroup) -> None:
+        x, own, expected, tokens = (shard(t, layout="zigzag", group=group) for t in (whole, labels, conv, later))
+        torch.testing.assert_close(names["causal_conv"](x, weight, "zigzag", group), expected)
+        assert names["later_labels"](own, 2, 32, "zigzag", group).equal(tokens)
+        run = whole[:, 8 * group.rank() : 8 * group.rank() + 8]
+        assert names["recur"](x, lambda y: y + (y == run), group).equal(x + 1)
+
+    with LocalWorld(4) as world:
+        world.run(on_rank)
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "docs/training.md#train-your-model": check_training,
+    "docs/training.md#convolutions-recurrence-and-multi-token-prediction": check_moves,
     "docs/integrations.md#trainer": check_trainer,
 }
 """Extra checks of the names that a section defined."""

@@ -188,6 +188,18 @@ class Documents:
         return f"<{len(self.boundaries) - 1} documents of {self.seqlen} tokens, boundaries {digest}>"
 
 
+def resolve_documents(cu_seqlens: Iterable[int] | torch.Tensor | None, seqlen: int) -> Documents:
+    """Return the documents of ``seqlen`` tokens; None means a single one.
+
+    Raises:
+        ValueError: the boundaries are not valid or do not end at ``seqlen``.
+    """
+    documents = Documents([0, seqlen] if cu_seqlens is None else cu_seqlens)
+    if documents.seqlen != seqlen:
+        raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {seqlen}, the number of tokens")
+    return documents
+
+
 def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) -> tuple[int, ...]:
     """Return the argument ``name``, a list or an integer CPU tensor ``[n]``, as a tuple of integers.
 
@@ -364,10 +376,7 @@ class Layout:
                 not end at ``seqlen``.
         """
         seqlen, world = POSITIONS.check("seqlen", seqlen), RANKS.check("world", world)
-        documents = Documents([0, seqlen] if cu_seqlens is None else cu_seqlens)
-        if documents.seqlen != seqlen:
-            raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {seqlen}, the number of tokens")
-        return cls(_zigzag(documents.boundaries, world))
+        return cls(_zigzag(resolve_documents(cu_seqlens, seqlen).boundaries, world))
 
     @classmethod
     def striped(cls, seqlen: int, world: int) -> Layout:
@@ -450,7 +459,7 @@ class Layout:
         Raises:
             ValueError: the layout skips positions, ``x`` has another length, or there is no such rank or dim.
         """
-        self._require_whole()
+        self.require_whole()
         check_tokens(x, "x", dim, self.seqlen, f"but the layout is made for {self.seqlen}")
         before = (slice(None),) * (dim % x.ndim)
         spans = self.spans(rank) or (Span(0, 0),)
@@ -462,7 +471,7 @@ class Layout:
         Raises:
             ValueError: the layout skips positions, or the number of shards, their lengths or ``dim`` do not fit.
         """
-        self._require_whole()
+        self.require_whole()
         shards = Validator("the shards of all ranks, in rank order", list).check("shards", shards)
         if len(shards) != self.world:
             raise ValueError(f"shards has {len(shards)} tensors: it must have one per rank, {self.world}")
@@ -521,11 +530,12 @@ class Layout:
         checked: int = integer_between(0, self.world - 1).check("rank", rank)
         return checked
 
-    def _require_whole(self) -> None:
+    def require_whole(self) -> None:
+        """Raise ValueError unless the layout holds every position from 0 to its last one."""
         if self.reach != self.seqlen:
             raise ValueError(
                 f"the layout holds {self.seqlen} of the positions 0 to {self.reach - 1}: "
-                "shard and unshard need a layout that holds every position once"
+                "it must hold every position once"
             )
 
 

@@ -104,7 +104,7 @@ def verdict(call: Literals, world: int, made: Sequence[Outcome]) -> str:
         wrong = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(made) if not re.match(promised, str(outcome))]
         return f"{name}: no error that names it: {'; '.join(wrong)}" if wrong else ""
     wrong = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(made) if isinstance(outcome, str)]
-    if wrong or call["unshard"]:
+    if wrong or call["unshard"] or call["move"]:
         return "; ".join(wrong)
     case = case_of(call, world)
     try:

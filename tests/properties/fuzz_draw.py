@@ -39,6 +39,8 @@ BASE: Literals = {
     "wait": 0,  # the backward runs this many calls later
     "rows": False,  # mask arguments differ by batch row
     "unshard": None,  # (dim, grad) of a shard and unshard round trip instead of attention
+    "move": None,  # (call, dim, numbers) of a relayout, roll or halo instead of attention
+    "target": None,  # of a relayout
     "spoil": None,  # (argument, value, rank); rank -1 means all
 }
 
@@ -79,7 +81,7 @@ def draw_line(rng: Random) -> Literals:
         calls.append(draw_next(rng, run, world, rings, calls))
     if run != "kernels" and rng.random() < 0.25:
         spoilt = draw_next(rng, run, world, rings, calls)
-        if "unshard" not in spoilt:
+        if not {"unshard", "move"} & {*spoilt}:
             # No rank expects this call, so all ranks compare it before any of them sends.
             spoilt |= {"softmax_scale": rng.uniform(0.1, 1.0)}
             spoilt |= {"spoil": draw_spoil(rng, spoilt, world)}
@@ -89,9 +91,9 @@ def draw_line(rng: Random) -> Literals:
 
 def draw_next(rng: Random, run: str, world: int, rings: list[Literals], calls: list[Literals]) -> Literals:
     """Draw another call, or repeat the last one with other numbers or another mask."""
-    draw = draw_unshard if run != "kernels" and rng.random() < 0.12 else draw_call
+    draw = rng.choices([draw_unshard, draw_move, draw_call], [0.12, 0.12, 0.76])[0] if run != "kernels" else draw_call
     call = draw(rng, run, world, rng.choice(rings))
-    if calls and not {"unshard", "rows", "align"} & {*calls[-1]} and rng.random() < 0.4:
+    if calls and not {"unshard", "move", "rows", "align"} & {*calls[-1]} and rng.random() < 0.4:
         call = calls[-1] | rng.choice([{}, draw_mask(rng, calls[-1])]) | {"seed": rng.randrange(1000)}
     return call | {"wait": rng.choice([0, 0, 1, 2]), "late": rng.choice([-1] * 4 + [rng.randrange(world)])}
 
@@ -278,6 +280,25 @@ def draw_unshard(rng: Random, run: str, world: int, ring: Literals) -> Literals:
         "tokens": tokens,
         "layout": draw_layout(rng, tokens, world, holes=False),
         "dtype": rng.choice(["float32", "float16", "bfloat16", "float64"]),
+        "named": rng.random() < 0.3,
+        "mesh": draw_mesh(rng, world)["mesh"] if run in ("threads", "processes") and rng.random() < 0.3 else None,
+    }
+
+
+def draw_move(rng: Random, run: str, world: int, ring: Literals) -> Literals:
+    """Draw a ``relayout``, ``roll`` or ``halo``."""
+    call, tokens = rng.choice(["relayout", "roll", "halo"]), rng.choice([1, rng.randint(1, 40)])
+    numbers = {"relayout": [], "roll": [rng.randint(-50, 50)], "halo": [rng.randint(0, 5), rng.choice([0, 1, 45])]}
+    return {
+        "move": [call, rng.choice([0, 1, 2, -1, -3]), *numbers[call]],
+        "seed": rng.randrange(1000),
+        "tokens": tokens,
+        "batch": rng.choice([0, 1, 2, 2, 2]),
+        "layout": draw_layout(rng, tokens, world, holes=call == "relayout"),
+        "target": draw_layout(rng, tokens, world, holes=False) if call == "relayout" else None,
+        "cu_seqlens": rng.choice([None, sorted(rng.choices(range(tokens + 1), k=3))]) if call != "relayout" else None,
+        "strides": rng.choice(["contiguous", "transposed"]),
+        "dtype": rng.choice(["float32", "float16", "bfloat16", "float64", "int64"]),
         "named": rng.random() < 0.3,
         "mesh": draw_mesh(rng, world)["mesh"] if run in ("threads", "processes") and rng.random() < 0.3 else None,
     }

@@ -32,6 +32,7 @@ from .. import conftest  # noqa: F401  Triton's interpreter, here and in process
 from ..support.kernel_cases import tiles
 from ..support.layouts import layout_from_owners
 from ..support.mask_cases import RingCase, expand_to_blocks, start_call, take_rank_tokens
+from ..support.move_cases import MoveCase
 from ..support.rank_processes import GroupProcesses
 from ..support.ring_cases import inputs
 from .fuzz_draw import BASE, Literals
@@ -189,6 +190,9 @@ def play(calls: list[tuple[Literals, RingCase]], rank: int, group: Any, rings: d
             if call["unshard"]:
                 there_and_back(call, case.layout, rank, mesh_of(group, call["mesh"]))
                 made[now] = []
+            elif call["move"]:
+                move_case(call, case.layout.world).run(rank, mesh_of(group, call["mesh"]))
+                made[now] = []
             elif call["spoil"]:
                 try:
                     start_call(case, rank, change=change_of(call, rank), **where(call, group, rings))
@@ -251,6 +255,23 @@ def there_and_back(call: Literals, layout: Layout, rank: int, group: Any) -> Non
     assert own.equal(whole.index_select(dim, mine)), "shard takes other tokens"
     assert back.equal(whole), "unshard puts tokens elsewhere"
     assert gradient.equal(loss.index_select(dim, mine)), "the gradient of unshard is another"
+
+
+def move_case(call: Literals, world: int) -> MoveCase:
+    """Build a case from literals. The target of a relayout has the positions of its source in another order."""
+    layout, (name, dim, *args) = layout_of(call["layout"], call["tokens"], world), call["move"]
+    if name == "relayout":
+        target = layout_of(call["target"], layout.seqlen, world)
+        if target.seqlen != layout.seqlen:
+            target = Layout.contiguous(layout.seqlen, world)
+        held = torch.cat([layout.positions(rank) for rank in range(world)]).sort().values
+        args = [Layout.from_positions(held[target.positions(rank)] for rank in range(world))]
+    cuts = call.get("cu_seqlens")
+    documents = None if cuts is None else [0, *(min(cut, layout.seqlen) for cut in cuts), layout.seqlen]
+    return MoveCase(
+        name, args, layout, by_name(call, layout), documents, dim, (call["batch"], 3, 2),
+        getattr(torch, call["dtype"]), call["strides"] == "transposed", call["seed"],
+    )  # fmt: skip
 
 
 def by_hand(case: RingCase) -> list[list[Tensor | None]]:

@@ -30,7 +30,7 @@ FEATURES = (
     *("window_size", "causal", "cu_seqlens", "prefix_length", "seqused_k", "key_mask", "leftpad_k", "kv_layout"),
     *("learnable_sink", "lse"),
     *("softmax_scale", "softcap", "alibi_slopes", "dropout_p", "first_head", "config"),
-    *("named", "late", "wait", "unshard", "mesh", "align"),
+    *("named", "late", "wait", "unshard", "move", "mesh", "align"),
 )
 
 

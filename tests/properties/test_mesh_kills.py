@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringattn import Ring, ring_attention, shard, unshard
+from ringattn import Ring, ring_attention, roll, shard, unshard
 from ringattn.comm import TransportError
 from ringattn.ring.mesh import resolve_mesh_rings
 
@@ -33,7 +33,8 @@ TOKENS, HEADS, HEAD_DIM = 8, 4, 8
 DEADLINE = 4.0
 BOUND = 10.0  # seconds within which every rank ends on an idle machine
 HANGS = 100.0  # seconds on a busy machine; every other deadline is longer
-MOMENTS = ("first call", "next call", "forward", "backward", "unshard", "backward of unshard", "shard")
+MOVES = ("unshard", "roll", "backward of unshard", "backward of roll")
+MOMENTS = ("first call", "next call", "forward", "backward", "shard", *MOVES)
 
 
 class Case(NamedTuple):
@@ -80,8 +81,9 @@ def work(rank: int, pipe: Connection, case: Case) -> None:
             pipe.send(time.monotonic())
             os.kill(os.getpid(), case.how)
 
-    def joined() -> torch.Tensor:
-        return unshard(torch.ones(1, TOKENS, requires_grad=True), layout="contiguous", group=mesh, grad="sum")
+    def move(name: str) -> torch.Tensor:
+        x, options = torch.ones(1, TOKENS, requires_grad=True), {"layout": "contiguous", "group": mesh}
+        return unshard(x, **options, grad="sum") if name == "unshard" else roll(x, 3, **options)
 
     def at_a_transfer() -> None:
         """Make the victim end at its next transfer, in the ring or in the exchange depending on the rank."""
@@ -101,13 +103,13 @@ def work(rank: int, pipe: Connection, case: Case) -> None:
         if case.moment == "shard":
             end()
             shard(torch.ones(1, TOKENS * RANKS), layout="contiguous", group=mesh)
-        elif case.moment == "unshard":
+        elif case.moment in MOVES[:2]:
             end()
-            joined()
-        elif case.moment == "backward of unshard":
-            whole = joined()
+            move(case.moment)
+        elif case.moment.startswith("backward of "):
+            moved = move(case.moment.removeprefix("backward of "))
             end()
-            whole.sum().backward()  # type: ignore[no-untyped-call]
+            moved.sum().backward()  # type: ignore[no-untyped-call]
         elif case.moment == "backward":
             out = forward()
             at_a_transfer()
@@ -119,7 +121,8 @@ def work(rank: int, pipe: Connection, case: Case) -> None:
     if case.moment != "first call":
         for _ in range(3):
             forward().sum().backward()  # type: ignore[no-untyped-call]
-        joined().sum().backward()  # type: ignore[no-untyped-call]
+        for name in MOVES[:2]:
+            move(name).sum().backward()  # type: ignore[no-untyped-call]
     dist.barrier()
     pipe.send(call_outcome(action))
     pipe.send(time.monotonic())

@@ -72,7 +72,7 @@ def test_the_table_of_implied_waits_is_exact(transport: str) -> None:
 
 REPLAYED = [
     *(("nccl", name) for name in ("two slots, no prefetch", "forward twice", "2 x 3, full, then documents", "unshard")),
-    *(("nccl", name) for name in ("full, then a longer window", "2 x 2, bfloat16 by wire")),
+    *(("nccl", name) for name in ("full, then a longer window", "2 x 2, bfloat16 by wire", "halo", "halo, striped")),
     *(("nccl_one_sided", name) for name in ("fp8 by wire, two chunks", "2 x 2, contiguous", "single pass, two chunks")),
     *(("local", name) for name in ("documents", "two chunks", "parts of dK/dV")),
     ("nccl", "single pass in turn, 2 x 2, contiguous"),
@@ -213,6 +213,7 @@ MAKERS = {
     "Positions.queries": "two streams, dropout",
     "Positions.keys": "two streams, dropout",
     "Layout._order": "two streams, unshard",
+    "ExchangePlan.indices": "two streams, halo",
 }
 """Functions that cache device tensors, and a case that reads each cache on two streams."""
 

@@ -50,7 +50,7 @@ SECONDS = 120  # per mutant; a mutant that hangs counts as caught
 NCCL = (
     "contiguous, other direction", "two slots, no prefetch", "full, contiguous, full", "2 x 3, full, then documents",
     "two chunks", "2 x 2, bfloat16 by wire", "forward twice", "full, then a longer window", "tokens that all see",
-    "3 x 2, contiguous, then full", "bfloat16 by wire, skipped hops", "fp8 by wire, two chunks", "unshard",
+    "3 x 2, contiguous, then full", "bfloat16 by wire, skipped hops", "fp8 by wire, two chunks", "unshard", "halo",
     "nodes of 1 and 3, contiguous, two chunks, two slots", "nodes of 2 and 1, unshard",
     "keys that stay", "2 x 2, keys that stay",
 )  # fmt: skip
@@ -76,6 +76,7 @@ class Target:
         return [(by, name) for by in self.transports for name in self.names or (NCCL if by == "nccl" else OTHERS)]
 
 
+HALO = ("halo", "halo, striped")
 RING = ("ring/test_loop.py",)
 LANES = ("comm/test_copy_streams.py", "comm/test_nccl.py", "comm/test_transport.py -k test_local")
 LOCAL = ("comm/test_copy_streams.py", "comm/test_transport.py -k test_local", "comm/test_local.py")
@@ -102,7 +103,8 @@ TARGETS = (
     Target("ring.buffers", ("RingCall", "Arrival", "RingBuffer"), ("nccl",), RING),
     Target("ring.key_values", ("",), ("nccl",), RING),
     Target("ring.dkv", ("",), ("nccl",), RING),
-    Target("ring.shards", ("exchange_all",), ("nccl",), ("ring/test_shards.py",)),
+    Target("ring.shards", ("exchange_all", "transfer"), ("nccl",), ("ring/test_shards.py",)),
+    Target("ring.moves", ("exchange_rows", "_sum_rows"), ("nccl",), ("ring/test_moves.py",), HALO),
     Target("comm.slots", ("Slots",), ("nccl", "nccl_one_sided"), ("comm/test_slots.py", *ONE_SIDED)),
     Target(
         "comm.transports.copy_streams", ("StreamFence", "CudaCopyStream", "HostCopyStream"), ("nccl", "local"), LANES

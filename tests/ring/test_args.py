@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
+from ringattn import Layout, LocalWorld, Ring, halo, positions, relayout, ring_attention, roll, shard, unshard
 from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, TransportError
 from ringattn.comm.control import open_control
 from ringattn.kernels import KernelConfig, Tile
@@ -72,6 +72,9 @@ DOORS: dict[str, Door] = {
     "check_sink": (check_sink, {"q": WHOLE, "learnable_sink": None}),
     "shard": (shard, {"x": WHOLE, "layout": None}),
     "unshard": (unshard, {"x": WHOLE, "layout": None, "grad": "slice"}),
+    "relayout": (relayout, {"x": WHOLE, "source": None, "target": None}),
+    "roll": (roll, {"x": WHOLE, "shift": 1, "layout": None}),
+    "halo": (halo, {"x": WHOLE, "left": 1, "right": 1, "layout": None}),
     "positions": (positions, {"seqlen": 8, "layout": None}),
     "Documents": (Documents, {"cu_seqlens": [0, 8]}),
     "BlockMask": (BlockMask, {"visible": torch.eye(3).bool(), "block": 4}),
@@ -339,7 +342,7 @@ def test_meaningless_values_are_accepted_or_refused_by_argument_name(door: str) 
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # raised inside torch's forward_ad
-@pytest.mark.parametrize("door", ["ring_attention", "unshard"])
+@pytest.mark.parametrize("door", ["ring_attention", "unshard", "relayout", "roll"])
 def test_torch_func_transforms_are_refused(door: str) -> None:
     call, fit = DOORS[door]
     name = next(iter(fit))

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import Layout, Ring, checkpoint_policy, ring_attention, single_rank
+from ringattn import Layout, Ring, checkpoint_policy, halo, relayout, ring_attention, roll, single_rank
 from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, longformer, ulysses
@@ -120,6 +120,17 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_compiled_equals_eager_bitwise(name: str) -> None:
     tensors = inputs_of(CALLS[name])
     assert_same(run(compiled(), tensors, **CALLS[name]), run(block, tensors, **CALLS[name]))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads it where a graph ends
+def test_moves_run_eagerly_between_graphs() -> None:
+    def moved(x: Tensor) -> Tensor:
+        x = roll(relayout(x * 2, "zigzag", "contiguous"), 3, layout="contiguous")
+        return torch.cat(halo(x, 1, 1, layout="contiguous"), 1).sin()
+
+    x = torch.randn(1, ROWS, 2, requires_grad=True)
+    outs = moved(x), torch.compile(moved, backend="aot_eager")(x)
+    assert_same(*([out.detach(), *torch.autograd.grad(out.sum(), x)] for out in outs))
 
 
 @pytest.mark.parametrize("group", [None, single_rank().mesh(1, 1)], ids=["ring", "mesh"])

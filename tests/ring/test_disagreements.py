@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from ringattn import LocalWorld, Ring, ring_attention, shard, unshard
+from ringattn import LocalWorld, Ring, ring_attention, roll, shard, unshard
 from ringattn.comm import GroupLike, Limits, LocalGroup, TransportError
 from ringattn.ring.args import AttentionArgs
 from ringattn.ring.ops import call_forward_op
@@ -209,9 +209,13 @@ def through_unshard(group: LocalGroup, where: GroupLike) -> torch.Tensor:
     return unshard(shards_of(group)[0], layout="zigzag", group=where, grad="sum")
 
 
+def through_roll(group: LocalGroup, where: GroupLike) -> torch.Tensor:
+    return roll(shards_of(group)[0], 1, layout="zigzag", group=where)
+
+
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
-@pytest.mark.parametrize("forward", [through_attention, through_a_graph, through_unshard])
+@pytest.mark.parametrize("forward", [through_attention, through_a_graph, through_unshard, through_roll])
 def test_backwards_in_another_order_are_refused(
     forward: Callable[[LocalGroup, GroupLike], torch.Tensor], mesh: tuple[int, int] | None, known: bool
 ) -> None:

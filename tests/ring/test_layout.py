@@ -252,7 +252,7 @@ def test_caches_filled_under_inference_mode_serve_training() -> None:
 
 
 def test_a_layout_with_gaps_cannot_be_unsharded() -> None:
-    with pytest.raises(ValueError, match=r"^the layout holds 2 of the positions 0 to 2: shard and unshard need a"):
+    with pytest.raises(ValueError, match=r"^the layout holds 2 of the positions 0 to 2: it must hold every"):
         Layout([[(1, 2)]]).unshard([torch.zeros(1, 2)])
 
 

@@ -81,7 +81,7 @@ def test_bad_arguments_of_shard_and_unshard_are_refused() -> None:
         (
             unshard,
             {"layout": Layout.zigzag(10, 2), "grad": "slice"},
-            "x has 10 tokens along dim 1, but the layout gives rank",
+            "x has 10 tokens along dim 1, but layout gives rank",
         ),
     ]
 

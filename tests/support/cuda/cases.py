@@ -17,8 +17,10 @@ from ringattn.ring.mesh import ring_layout, ulysses_layout
 from ringattn.ring.schedule.visibility import sent_keys
 
 from ..layouts import Window, build_layout
+from ..move_cases import MoveCase
 from . import kernels
 
+HALO = (2, 1)  # positions before and after
 HEADS, KV_HEADS, DIM, DIM_V = 4, 2, 4, 8
 GIVEN = ("q", "k", "v", "dout", "dlse")
 
@@ -43,6 +45,7 @@ class Case:
     ring: dict[str, Any] = field(default_factory=dict)  # arguments of Ring
     config: KernelConfig | None = None
     unshards: bool = False  # the calls unshard q and sum the ranks' gradients, instead of attention
+    halos: bool = False  # the calls take the halo of q
     ulysses: int = 1  # Ulysses ranks; the ring has world / ulysses ranks
     streams: int = 1  # per rank, used by its calls in turn; nothing orders calls on different streams
 
@@ -56,7 +59,7 @@ class Case:
 
     def kernels(self, call: RecordedCall) -> tuple[str, ...]:
         """Return the kernels that a call launches once per shard, mask part and chunk of heads."""
-        if self.unshards:
+        if self.unshards or self.halos:
             return ()
         if not call.backward:
             return ("forward_kernel",)
@@ -102,15 +105,26 @@ def available_keys(call: RecordedCall, rank: int, other: int) -> Tensor:
 def expected(case: Case) -> list[dict[str, Tensor]]:
     """Return every rank's expected results, computed from mask, sent keys and stand-in kernels, without a schedule."""
     by_rank = [dict[str, Tensor]() for _ in range(case.world)]
+    results = _unsharded if case.unshards else _with_halo if case.halos else _expected
     for number, call in enumerate(case.calls):
         for rank in range(case.world):
-            by_rank[rank] |= (_unsharded if case.unshards else _expected)(case, number, call, rank)
+            by_rank[rank] |= results(case, number, call, rank)
     return by_rank
 
 
 def _unsharded(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
     weights = sum(range(1, case.world + 1))
     return {f"whole{number}": inputs(case, number)["q"], f"dq{number}": weights * shard(case, number, "q", rank)}
+
+
+def _with_halo(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
+    """Return the pieces of a halo, and q times the weights of the ranks that have it in their pieces."""
+    q, move = inputs(case, number)["q"], MoveCase("halo", [*HALO], call.layout)
+    wanted = [[p for piece in move.wanted(other) for p in piece] for other in range(case.world)]
+    whole = torch.cat([torch.where(torch.tensor(p is not None), q[:, [p or 0]], 0) for p in wanted[rank]], 1)
+    weights = [sum((other + 1) * wanted[other].count(p) for other in range(case.world)) for p in range(q.shape[1])]
+    dq = q * torch.tensor(weights)[:, None, None]
+    return {f"whole{number}": whole, f"dq{number}": dq[:, call.layout.positions(rank)]}
 
 
 def _expected(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
@@ -247,6 +261,8 @@ UNEVEN = {
 
 EXCHANGES = {
     "unshard": replace(_case("zigzag", 3), unshards=True),
+    "halo": replace(_case("zigzag", 3), halos=True),
+    "halo, striped": replace(_case("striped", 3), halos=True),
     "2 x 2 by heads": replace(_case("zigzag", 4), ulysses=2),
     "1 x 2 by heads, striped": replace(_case("striped", 2, FULL), ulysses=2),
 }
@@ -281,6 +297,7 @@ CACHED = {
     "two streams, keys that a mask hides": Case((_call("zigzag", 1, FULL)._replace(hidden=(1, 4)),) * 2, streams=2),
     "two streams, keys that stay": Case((RecordedCall(Layout.contiguous(32, 4), NARROW),) * 2, streams=2),
     "two streams, unshard": replace(_case("striped", 2), unshards=True, streams=2),
+    "two streams, halo": replace(_case("striped", 2), halos=True, streams=2),
     "2 x 2 by heads, dropout": Case((_call("zigzag", 4)._replace(dropout=True),) * 2, ulysses=2),
 }
 """Calls that share values cached on their device; with two streams, the cache is cleared after the last call.
@@ -298,7 +315,7 @@ FEW = (
 
 CASES = {
     "nccl": NCCL,
-    "nccl_one_sided": {name: replace(NCCL[name], transport="nccl_one_sided") for name in (*FEW, "unshard")},
+    "nccl_one_sided": {name: replace(NCCL[name], transport="nccl_one_sided") for name in (*FEW, "unshard", "halo")},
     "local": {name: replace(NCCL[name], transport="local") for name in (*FEW, *CACHED)},
 }
 """Cases by transport and name."""

@@ -66,8 +66,8 @@ CACHED = {
     f"_add_reader of {place} waits for __init__ of {place}": (SOMETIMES, CACHES)
     for place in ("prepare_call", "RingCall.mask_args", "TritonBackward.dkdv")
 }
-UNSHARD = "orders an unshard, whose slots are waited for"
-NCCL = COMMON | CACHED | {"_add_reader waits for __init__": (ALWAYS, UNSHARD)}
+EXCHANGE = "orders an exchange, whose transfers are waited for"
+NCCL = COMMON | CACHED | {"_add_reader waits for __init__": (SOMETIMES, EXCHANGE)}
 
 LOCAL = COMMON | CACHED | {
     "RingCall.wait_all waits for post of KeyValues.post_kv": (ALWAYS, SETTLED),
@@ -84,10 +84,10 @@ LOCAL = COMMON | CACHED | {
     "post of KeyValues.post_kv waits for _receive of KeyValues.post_kv": (SOMETIMES, BOTH),
     "_receive of DkvAccumulators.post waits for post of DkvAccumulators.post": (SOMETIMES, FINAL),
     "_receive of KeyValues.post_kv waits for post of KeyValues.post_kv": (SOMETIMES, FINAL),
-    "_add_reader waits for __init__": (SOMETIMES, UNSHARD + " in the second call"),
+    "_add_reader waits for __init__": (SOMETIMES, EXCHANGE + " in the second call"),
     "_receive waits for post": (SOMETIMES, BOTH),
-    "exchange_all waits for _receive": (SOMETIMES, BOTH),
-    "exchange_all of ring_attention waits for _receive of ring_attention": (SOMETIMES, BOTH),
+    "transfer waits for _receive": (SOMETIMES, BOTH),
+    "transfer of ring_attention waits for _receive of ring_attention": (SOMETIMES, BOTH),
 }  # fmt: skip
 
 IMPLIED = {"nccl": NCCL, "nccl_one_sided": ONE_SIDED, "local": LOCAL}

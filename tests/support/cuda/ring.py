@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 import ringattn.ring.ring as ring_module
-from ringattn import LocalWorld, Ring, ring_attention, unshard
+from ringattn import LocalWorld, Ring, halo, ring_attention, unshard
 from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology
 from ringattn.comm.control import open_control
 from ringattn.comm.limits import NO_LIMITS
@@ -30,14 +30,14 @@ from ringattn.comm.transports import selection
 from ringattn.comm.world import LocalMesh
 from ringattn.kernels import shared_cache as shared_module
 from ringattn.kernels.shared_cache import SharedValue
-from ringattn.ring import Layout, Mask, buffers, ops, prepare
+from ringattn.ring import Layout, Mask, buffers, moves, ops, prepare
 from ringattn.ring import row_packing as rows_module
 from ringattn.ring.buffers import PostKey
 from ringattn.ring.schedule import plan as plan_module
 from ringattn.ring.schedule.plan import plan
 from ringattn.ring.schedule.visibility import sent_keys
 
-from .cases import GIVEN, Case, expected, shard, visible_parts
+from .cases import GIVEN, HALO, Case, expected, shard, visible_parts
 from .device import PATIENCE, Use
 from .graph import Graph
 from .kernels import install_kernels
@@ -211,7 +211,10 @@ class _Session:
             lambda group, deadline: Ring(group, transport=case.transport, deadline=deadline),
         )
         self._caches: list[Any] = []
-        for module, name in ((plan_module, "_shared_plan"), (rows_module, "_cached_rows"), (prepare, "ulysses_layout")):
+        for module, name in (
+            (plan_module, "_shared_plan"), (rows_module, "_cached_rows"), (prepare, "ulysses_layout"),
+            (moves, "plan_exchanges"),
+        ):  # fmt: skip
             monkeypatch.setattr(module, name, self.of_process(getattr(module, name)))
         # One layout per process, because layouts cache device tensors.
         self.layouts = [{call.layout: fresh(call.layout) for call in case.calls} for _ in self._processes]
@@ -290,7 +293,7 @@ class _Session:
                 steps = plan(call.layout, call.mask, ring.rank, ring.direction, GPU, ring.topology, ring.slots)
                 for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
                     transport.warm_up(edges)
-            if self.case.unshards or self.case.ulysses > 1:
+            if self.case.unshards or self.case.halos or self.case.ulysses > 1:
                 with self.exchange._exchange("warm-up", GPU):
                     pass
             tensors = [self.given(0, rank)]
@@ -315,8 +318,8 @@ class _Session:
         self.calls[rank] = number
         layout, mask, backward, hidden, dropout = self.case.calls[number]
         layout = self.layouts[self._process][layout]
-        if self.case.unshards:
-            return self.unshard(ring, rank, number, layout, tensors["q"])
+        if self.case.unshards or self.case.halos:
+            return self.move(ring, rank, number, layout, tensors["q"])
         extra: dict[str, Any] = {}
         if hidden:
             extra["key_mask"] = torch.ones(1, layout.seqlen).index_fill(1, torch.tensor(hidden), 0).bool()
@@ -337,10 +340,11 @@ class _Session:
             for name, grad in zip(("dq", "dk", "dv"), grads_of_qkv, strict=True):
                 self.read(rank, f"{name}{number}", grad)
 
-    def unshard(self, ring: Ring, rank: int, number: int, layout: Layout, tensors: Tensor) -> None:
-        """Unshard q on every rank; each rank has its own loss."""
+    def move(self, ring: Ring, rank: int, number: int, layout: Layout, tensors: Tensor) -> None:
+        """Unshard q, or take its halo, on every rank; each rank has its own loss."""
         q = tensors.detach().requires_grad_()
-        whole = unshard(q, layout=layout, group=ring.group, grad="sum")
+        options: dict[str, Any] = {"layout": layout, "group": ring.group}
+        whole = torch.cat(halo(q, *HALO, **options), 1) if self.case.halos else unshard(q, **options, grad="sum")
         self.read(rank, f"whole{number}", whole)
         grads = _engine_run_backward(
             (whole,), (whole.detach() * (rank + 1),), False, False, (q,), True, accumulate_grad=False
