@@ -10,6 +10,7 @@ from .local.registry import register_backend
 from .merge_states import merge
 from .ops import checkpoint_policy
 from .ring import Ring
+from .schedule.intervals import Intervals
 from .schedule.layout import Documents, Layout, LayoutLike, Span
 from .schedule.mask import BlockMask, Longformer, Mask, bigbird, bounds, fixed, longformer, strided, visible_pairs
 from .schedule.schedule import Hop, Schedule, schedule
@@ -23,6 +24,7 @@ __all__ = [
     "Documents",
     "GroupLike",
     "Hop",
+    "Intervals",
     "Layout",
     "LayoutLike",
     "LocalAttention",
