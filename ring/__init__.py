@@ -9,6 +9,7 @@ from .local.regions import rectangles
 from .local.registry import register_backend
 from .merge_states import merge
 from .ops import checkpoint_policy
+from .prefix_tree import PrefixTree, prefix_tree
 from .ring import Ring
 from .schedule.intervals import Intervals
 from .schedule.layout import Documents, Layout, LayoutLike, Span
@@ -32,6 +33,7 @@ __all__ = [
     "LocalForward",
     "Longformer",
     "Mask",
+    "PrefixTree",
     "RectangleAttention",
     "Ring",
     "Schedule",
@@ -47,6 +49,7 @@ __all__ = [
     "longformer",
     "merge",
     "positions",
+    "prefix_tree",
     "rectangles",
     "register_backend",
     "ring_attention",

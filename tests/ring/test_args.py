@@ -24,7 +24,7 @@ from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard,
 from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, TransportError
 from ringattn.comm.control import open_control
 from ringattn.kernels import KernelConfig, Tile
-from ringattn.ring import BlockMask, Intervals, bigbird, fixed, longformer, strided
+from ringattn.ring import BlockMask, Intervals, bigbird, fixed, longformer, prefix_tree, strided
 from ringattn.ring import prepare as prepare_module
 from ringattn.ring import ring as ring_module
 from ringattn.ring.args import ARG_SPECS, AttentionArgs, Compare, Options
@@ -81,6 +81,7 @@ DOORS: dict[str, Door] = {
     "bigbird": (bigbird, {"seqlen": 8, "block": 2, "window": 1, "global_": 0, "random": 0}),
     "longformer": (longformer, {"window": 2, "global_tokens": []}),
     "Intervals": (Intervals, {"pairs": [(EIGHT, EIGHT + 1)]}),
+    "prefix_tree": (prefix_tree, {"lengths": [2, 3], "parents": [-1, 0]}),
     "Limits": (Limits, {}),
     "Topology": (Topology, {"nodes": [[0, 1]]}),
     "flat": (Topology.flat, {"world": 2}),
@@ -337,6 +338,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("longformer", {"global_tokens": [(4, 4)]}, r"global_tokens\[0\] is \(4, 4\): ranges must ascend"),
     ("longformer", {"global_tokens": [(0, 4), (3, 5)]}, r"global_tokens\[1\] is \(3, 5\): ranges must ascend"),
     ("longformer", {"global_tokens": [7]}, r"global_tokens is \[7\]: it must be a list of ranges \(start, end\)"),
+    ("prefix_tree", {"lengths": [2, 0]}, r"lengths\[1\] is 0: it must be at least 1"),
+    ("prefix_tree", {"lengths": [2]}, "lengths has 1 nodes and parents has 2: both must have the same, at least 1"),
+    ("prefix_tree", {"lengths": [], "parents": []}, "lengths has 0 nodes and parents has 0"),
+    ("prefix_tree", {"parents": [-1, 1]}, r"parents\[1\] is 1: it must be an earlier node, 0 to 0, or -1 for a root"),
+    ("prefix_tree", {"parents": [0, -1]}, r"parents\[0\] is 0: it must be "),
+    ("prefix_tree", {"parents": [-1, -2]}, r"parents\[1\] is -2: it must be an earlier node"),
+    ("prefix_tree", {"lengths": [1.5, 2]}, r"lengths is \[1.5, 2\]: it must be a list of whole numbers"),
+    (
+        "prefix_tree",
+        {"lengths": [1] * 131, "parents": [-1, *(node // 2 * 2 for node in range(130))]},
+        r"parents\[127\] is 126, after 64 branches: a path may have 64",
+    ),
     ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
     ("Limits", {"channels": 8, "ctas": 4}, "channels is 8; it must be at most ctas, 4"),
     ("Limits", {"cga_cluster_size": 16}, "cga_cluster_size is 16: it must be a power of two from 1 to 8, or None"),
