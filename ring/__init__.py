@@ -15,6 +15,7 @@ from .schedule.intervals import Intervals
 from .schedule.layout import Documents, Layout, LayoutLike, Span
 from .schedule.mask import BlockMask, Longformer, Mask, bigbird, bounds, fixed, longformer, strided, visible_pairs
 from .schedule.schedule import Hop, Schedule, schedule
+from .schedule.slices import slices
 from .session import Session
 from .shards import positions, shard, unshard
 from .trace import Trace
@@ -56,6 +57,7 @@ __all__ = [
     "schedule",
     "shard",
     "single_rank",
+    "slices",
     "strided",
     "unshard",
     "visible_pairs",

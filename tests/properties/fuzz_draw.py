@@ -151,7 +151,7 @@ def draw_mask(rng: Random, call: Literals) -> Literals:
         "cu_seqlens": rng.choice([None, None, sorted(rng.randint(0, reach) for _ in range(rng.randint(0, 4)))]),
         "seqused_k": rng.choice([None, None, None, [rng.randint(0, reach) for _ in range(call["batch"])]]),
         "islands": draw_ranges(rng, reach) if causal and rng.random() < 0.3 else None,
-        "intervals": ["pairs", rng.randrange(1000)] if rng.random() < 0.2 else None,
+        "intervals": [rng.choice(["pairs", "tree", "slices"]), rng.randrange(1000)] if rng.random() < 0.2 else None,
     }
 
 

@@ -10,7 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from itertools import pairwise, product
 from multiprocessing.connection import Connection
+from random import Random
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from ringattn import Layout, LocalWorld, Ring, shard, unshard
 from ringattn.comm import LocalGroup
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import Scores, attention_backward, attention_delta, attention_forward
+from ringattn.ring import prefix_tree, slices
 from ringattn.ring.ops import sink_gradient
 from ringattn.ring.prepare import Layouts, mask_from_options
 from ringattn.ring.schedule import mask as patterns
@@ -135,9 +138,16 @@ def islands_of(islands: list[tuple[int, int]], documents: list[int]) -> Iterator
 
 
 def intervals_of(kind: str, seed: int, queries: int, keys: int) -> object:
-    """Draw disjoint intervals with ascending ends; some queries see nothing of one, and their ends mean nothing."""
-    rng = torch.Generator().manual_seed(seed)
-    count = 1 + seed % 3
+    """Draw a prefix tree, slices, or pairs of which some queries see nothing, where their ends mean nothing."""
+    draw, rng, count = Random(seed), torch.Generator().manual_seed(seed), 1 + seed % 3
+    cuts = [sorted({0, *draw.choices(range(most), k=5), most}) if most else [0, 0] for most in (queries, keys)]
+    if kind == "slices":
+        cells = [cell for cell in product(*map(pairwise, cuts)) if draw.random() < 0.5]
+        return slices([(*cell, draw.randrange(4)) for cell in cells], queries)
+    if kind == "tree" and queries <= keys:
+        lengths = [end - start for start, end in pairwise(cuts[0])]
+        tree = prefix_tree(lengths, [-1, *(draw.randrange(-1, node) for node in range(1, len(lengths)))])
+        return [*tree.intervals.table]  # as plain pairs, so that windows count global positions
     ends = torch.randint(keys + 1, (queries, 2 * count), generator=rng).sort(0).values.sort(1).values
     blind = torch.rand(queries, generator=rng) < (seed % 7 == 0) / 20
     lo, hi = ends[:, ::2].T.contiguous(), ends[:, 1::2].T.contiguous()

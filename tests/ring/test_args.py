@@ -24,7 +24,7 @@ from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard,
 from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, TransportError
 from ringattn.comm.control import open_control
 from ringattn.kernels import KernelConfig, Tile
-from ringattn.ring import BlockMask, Intervals, bigbird, fixed, longformer, prefix_tree, strided
+from ringattn.ring import BlockMask, Intervals, bigbird, fixed, longformer, prefix_tree, slices, strided
 from ringattn.ring import prepare as prepare_module
 from ringattn.ring import ring as ring_module
 from ringattn.ring.args import ARG_SPECS, AttentionArgs, Compare, Options
@@ -82,6 +82,7 @@ DOORS: dict[str, Door] = {
     "longformer": (longformer, {"window": 2, "global_tokens": []}),
     "Intervals": (Intervals, {"pairs": [(EIGHT, EIGHT + 1)]}),
     "prefix_tree": (prefix_tree, {"lengths": [2, 3], "parents": [-1, 0]}),
+    "slices": (slices, {"slices": [((0, 8), (0, 8), "full")], "positions": 8}),
     "Limits": (Limits, {}),
     "Topology": (Topology, {"nodes": [[0, 1]]}),
     "flat": (Topology.flat, {"world": 2}),
@@ -349,6 +350,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "prefix_tree",
         {"lengths": [1] * 131, "parents": [-1, *(node // 2 * 2 for node in range(130))]},
         r"parents\[127\] is 126, after 64 branches: a path may have 64",
+    ),
+    ("slices", {"slices": 3}, r"slices is 3: it must be a list of slices \(queries, keys, kind\)"),
+    (
+        "slices",
+        {"slices": [((0, 2), (3, 2), "full")]},
+        r"slices\[0\] is .*\(3, 2\).*: it must be \(queries, keys, kind\)",
+    ),
+    (
+        "slices",
+        {"slices": [((0, 2), (0, 2), "half")]},
+        r"slices\[0\] is .*'half'.*one of full, causal, inverse causal, both",
+    ),
+    (
+        "slices",
+        {"slices": [((0, 9), (0, 2), 0)]},
+        r"slices\[0\] has queries up to 9: they must end at 8 at most, positions",
     ),
     ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
     ("Limits", {"channels": 8, "ctas": 4}, "channels is 8; it must be at most ctas, 4"),
