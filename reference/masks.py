@@ -20,6 +20,8 @@ class MaskOptions(TypedDict, total=False):
     """See :func:`is_causal`."""
     prefix_length: int | None
     """Number of first positions that a causal mask shows to every query; ignored without ``causal``."""
+    islands: Sequence[tuple[int, int]] | None
+    """See :func:`in_one_island`; a causal mask hides no key from queries of the same island; ignored without it."""
     window_size: tuple[int, int]
     """See :func:`in_window`."""
     global_tokens: Sequence[tuple[int, int]]
@@ -36,6 +38,8 @@ class MaskOptions(TypedDict, total=False):
     """See :func:`in_visible_block`; bool ``[query blocks, key blocks]``, with ``block_size``."""
     block_size: int
     """Positions per block."""
+    intervals: Sequence[tuple[Tensor, Tensor]] | None
+    """See :func:`in_intervals`; pairs ``(lo, hi)`` of integers ``[query positions]``."""
 
 
 def is_causal(prefix_length: int) -> Predicate:
@@ -66,6 +70,19 @@ def is_global(stretches: Sequence[tuple[int, int]]) -> Predicate:
         return is_inside
 
     return lambda q, k: inside(q) | inside(k)
+
+
+def in_one_island(islands: Sequence[tuple[int, int]]) -> Predicate:
+    """Return the mask that shows a query the keys of its own range ``begin <= p < end``, such as an image.
+
+    C. Zhou et al., "Transfusion: Predict the Next Token and Diffuse Images with One Multi-Modal Model", 2024,
+    arXiv:2408.11039, section 3.
+    """
+
+    def inside(x: Tensor, begin: int, end: int) -> Tensor:
+        return (x >= begin) & (x < end)
+
+    return lambda q, k: torch.stack([inside(q, *island) & inside(k, *island) for island in islands]).any(0)
 
 
 def in_one_document(cu_seqlens: Sequence[int]) -> Predicate:
@@ -108,11 +125,24 @@ def in_visible_block(block_mask: Tensor, block_size: int) -> Predicate:
     return lambda q, k: block_mask[q // block_size, k // block_size]
 
 
+def in_intervals(intervals: Sequence[tuple[Tensor, Tensor]]) -> Predicate:
+    """Return the mask that shows the keys ``lo[q] <= k < hi[q]`` of each pair to the query at position q."""
+    pairs = [(lo.to(torch.int64), hi.to(torch.int64)) for lo, hi in intervals]
+
+    def inside(q: Tensor, k: Tensor) -> Tensor:
+        each = [(lo.to(q.device)[q] <= k) & (k < hi.to(q.device)[q]) for lo, hi in pairs]
+        return torch.stack(each).any(0)
+
+    return inside
+
+
 def mask_predicates(masks: MaskOptions) -> list[Predicate]:
     """Return the predicates of the given mask arguments; a pair is visible if all of them hold."""
     result: list[Predicate] = []
     if masks.get("causal"):
-        result.append(is_causal(masks.get("prefix_length") or 0))
+        causal, islands = is_causal(masks.get("prefix_length") or 0), masks.get("islands")
+        within = in_one_island(islands) if islands else None
+        result.append(lambda q, k: causal(q, k) | within(q, k) if within else causal(q, k))
     window = masks.get("window_size", (-1, -1))
     if window != (-1, -1):
         in_reach, global_pair = in_window(*window), is_global(masks.get("global_tokens", ()))
@@ -132,6 +162,9 @@ def mask_predicates(masks: MaskOptions) -> list[Predicate]:
         result.append(within_seqused(lengths))
     if pattern is not None:
         result.append(in_visible_block(pattern, masks["block_size"]))
+    intervals = masks.get("intervals")
+    if intervals is not None:
+        result.append(in_intervals(intervals))
     return result
 
 

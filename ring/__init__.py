@@ -10,10 +10,13 @@ from .local.registry import register_backend
 from .merge_states import merge
 from .moves import halo, relayout, roll
 from .ops import checkpoint_policy
+from .prefix_tree import PrefixTree, prefix_tree
 from .ring import Ring
+from .schedule.intervals import Intervals
 from .schedule.layout import Documents, Layout, LayoutLike, Span
 from .schedule.mask import BlockMask, Longformer, Mask, bigbird, bounds, fixed, longformer, strided, visible_pairs
 from .schedule.schedule import Hop, Schedule, schedule
+from .schedule.slices import slices
 from .session import Session
 from .shards import positions, shard, unshard
 from .trace import Trace
@@ -24,6 +27,7 @@ __all__ = [
     "Documents",
     "GroupLike",
     "Hop",
+    "Intervals",
     "Layout",
     "LayoutLike",
     "LocalAttention",
@@ -31,6 +35,7 @@ __all__ = [
     "LocalForward",
     "Longformer",
     "Mask",
+    "PrefixTree",
     "RectangleAttention",
     "Ring",
     "Schedule",
@@ -47,6 +52,7 @@ __all__ = [
     "longformer",
     "merge",
     "positions",
+    "prefix_tree",
     "rectangles",
     "register_backend",
     "relayout",
@@ -55,6 +61,7 @@ __all__ = [
     "schedule",
     "shard",
     "single_rank",
+    "slices",
     "strided",
     "unshard",
     "visible_pairs",

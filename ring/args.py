@@ -25,10 +25,12 @@ from ..validators import FLAG, Validator, instance_validator, integer_between, o
 from .local.protocol import LocalAttention
 from .ring import Ring
 from .row_packing import CuSeqlensLike, has_row_boundaries
+from .schedule.intervals import Intervals
 from .schedule.layout import MAX_POSITIONS, POSITIONS, Layout, LayoutLike
-from .schedule.mask import UNLIMITED, BlockMask, Longformer
+from .schedule.mask import NO_WINDOW, BlockMask, Longformer
 from .schedule.plan import PLAN_CACHE_SIZE
 
+IntervalsLike = Intervals | Sequence[tuple[Tensor, Tensor]]
 FIRST_HEAD_LIMIT = 1 << 31  # upper limit of first_head, exclusive
 
 
@@ -110,6 +112,17 @@ def _block_mask(visible: bytes, columns: int, block: int) -> BlockMask:
     return BlockMask(torch.frombuffer(bytearray(visible), dtype=torch.bool).view(-1, columns), block)
 
 
+def _pack_intervals(intervals: IntervalsLike | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the ends ``[intervals, 2, positions]`` and the path positions of a prefix tree."""
+    if intervals is None or isinstance(intervals, Intervals):
+        return (None, None) if intervals is None else (intervals.table, intervals.path_positions)
+    return torch.stack([torch.stack([*pair]) for pair in intervals]), None
+
+
+def _unpack_intervals(table: Tensor | None, path_positions: Tensor | None) -> Intervals | None:
+    return None if table is None else Intervals(table, path_positions)
+
+
 def _pack_numbers(numbers: CuSeqlensLike | None) -> tuple[Tensor | None]:
     """Return lengths or boundaries as the one input of an op; pad shorter rows with empty documents."""
     if numbers is None or isinstance(numbers, Tensor):
@@ -188,7 +201,7 @@ class AttentionArgs(NamedTuple):
         ArgSpec(
             "SymInt[] window_size", lambda sides: (list(_sides(sides)),), tuple, _WINDOW, attrgetter("mask.window")
         ),
-    ] = (UNLIMITED, UNLIMITED)
+    ] = NO_WINDOW
     softmax_scale: Annotated[
         float | None, ArgSpec("float? softmax_scale", kind=_SCALE, compared_value=attrgetter("softmax_scale"))
     ] = None
@@ -235,6 +248,12 @@ class AttentionArgs(NamedTuple):
     prefix_length: Annotated[
         int | None, ArgSpec("SymInt? prefix_length", kind=optional(POSITIONS), compared_value=attrgetter("mask.prefix"))
     ] = None
+    islands: Annotated[
+        Iterable[tuple[int, int]] | Tensor | None,
+        ArgSpec(
+            "Tensor? islands", _pack_numbers, compared_value=attrgetter("mask.islands"), compare_mode=Compare.CHANGING
+        ),
+    ] = None
     block_mask: Annotated[
         Tensor | BlockMask | Longformer | None,
         ArgSpec(
@@ -242,6 +261,16 @@ class AttentionArgs(NamedTuple):
             _pack_mask,
             _unpack_mask,
             compared_value=attrgetter("mask.blocks", "mask.global_tokens"),
+        ),
+    ] = None
+    intervals: Annotated[
+        IntervalsLike | None,
+        ArgSpec(
+            "Tensor? intervals, Tensor? path_positions",
+            _pack_intervals,
+            _unpack_intervals,
+            compared_value=attrgetter("mask.intervals"),
+            compare_mode=Compare.CHANGING,
         ),
     ] = None
     kv_layout: Annotated[
@@ -294,7 +323,9 @@ class Options(TypedDict, total=False):
     key_mask: Tensor | None
     leftpad_k: Iterable[int] | Tensor | None
     prefix_length: int | None
+    islands: Iterable[tuple[int, int]] | Tensor | None
     block_mask: Tensor | BlockMask | Longformer | None
+    intervals: IntervalsLike | None
     kv_layout: LayoutLike
     align: Literal["top-left", "bottom-right"] | None
     backend: str | LocalAttention

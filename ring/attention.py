@@ -11,7 +11,7 @@ from ..comm import GroupLike
 from ..kernels import KernelConfig
 from ..kernels.checks import check_not_dtensor
 from ..validators import FLAG
-from .args import Options, take_args, unknown_keyword
+from .args import IntervalsLike, Options, take_args, unknown_keyword
 from .local.protocol import LocalAttention
 from .mesh import Rings, resolve_call_ranks
 from .ops import RingAttention, call_forward_op, pack_call_handle
@@ -61,7 +61,9 @@ def ring_attention(
     key_mask: torch.Tensor | None = None,
     leftpad_k: Iterable[int] | torch.Tensor | None = None,
     prefix_length: int | None = None,
+    islands: Iterable[tuple[int, int]] | torch.Tensor | None = None,
     block_mask: torch.Tensor | BlockMask | Longformer | None = None,
+    intervals: IntervalsLike | None = None,
     kv_layout: LayoutLike = None,
     align: Literal["top-left", "bottom-right"] | None = None,
     return_lse: bool = False,
@@ -119,10 +121,17 @@ def ring_attention(
         key_mask: bool ``[B, keys of all ranks]`` on the CPU, by position. False hides the key from its batch row.
         leftpad_k: ``[B]``, on the host: keys before this global position are padding (as in FlashAttention).
         prefix_length: number of positions at the start that ``causal`` hides from no query (prefix-LM).
+        islands: ascending, disjoint ranges ``(begin, end)`` of global positions, on the host. ``causal`` hides no key
+            inside a range, such as the tokens of an image (Gemma 3, PaliGemma). All other masks apply, so pass -1 as
+            the right side of ``window_size``. A range must lie in one document.
         block_mask: bool ``[query blocks, key blocks]`` over global positions, on the CPU, with blocks of equal size. Or
             a ``ring.BlockMask``, which states the block size and can be reused between calls. Or the result of
             ``ring.strided``, ``fixed``, ``bigbird`` or ``longformer``. The spans of the layouts must be whole blocks.
             The kernels take block sizes that are multiples of 16, and shrink their default tiles to divide them.
+        intervals: list of at most 64 ``(lo, hi)``, int32 or int64 CPU tensors ``[positions of the queries]``: the query
+            at position p sees the keys at positions ``lo[p]`` to ``hi[p] - 1`` of each pair. The intervals of a query
+            are disjoint. Neither end of a pair decreases among the queries that see a key in it. A ``ring.Intervals``
+            is checked once and can be reused. ``ring.slices`` and ``ring.prefix_tree`` make it.
         kv_layout: positions of the keys of each rank, if they differ from those of the queries: cross-attention, or
             queries behind a cache.
         align: alignment of queries and keys if their numbers differ and ``layout`` and ``kv_layout`` (default: the same

@@ -25,15 +25,16 @@ from .local.registry import resolve_backend
 from .mesh import Ranks, Rings, ring_layout, ulysses_layout
 from .ring import Ring
 from .row_packing import PackedRows, RowMasks, has_row_boundaries, lengths_per_row, pack_batch, split_row_masks
+from .schedule.intervals import Intervals, limit_paths
 from .schedule.layout import Layout, LayoutLike, resolve_documents, shift_layout
-from .schedule.mask import UNLIMITED, BlockMask, Longformer, Mask
+from .schedule.mask import NO_WINDOW, UNLIMITED, BlockMask, Longformer, Mask, PositionRange, read_ranges
 from .schedule.plan import Plan, plan
 from .shards import resolve_layout
 from .ulysses import Exchange, Shares, split_ulysses_heads
 from .wire import resolve_wire
 
 MAX_SCORED_POSITIONS = 1 << 31  # limit of positions with dropout or ALiBi, because the kernels use 32 bits
-POSITION_ARGS = ("cu_seqlens", "seqused_k", "prefix_length", "block_mask")
+POSITION_ARGS = ("cu_seqlens", "seqused_k", "prefix_length", "islands", "block_mask", "intervals")
 """Arguments that are ambiguous if queries and keys are counted from different positions."""
 _COMPARED_NAMES = {kind: [name for name, entry in ARG_SPECS.items() if entry.compare_mode is kind] for kind in Compare}
 
@@ -112,6 +113,7 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     if rows is not None:
         call.rows = pack_batch(rows, *layouts, ring.rank, q.device)
         layouts, mask = Layouts(call.rows.queries, call.rows.keys), replace(mask, documents=call.rows.documents)
+        _refuse_split_islands(mask)
     call.sink, call.scores = check_sink(q, args.learnable_sink), build_scores(q, args, layouts)
     if isinstance(ranks, Rings) and args.first_head > FIRST_HEAD_LIMIT - q.shape[2]:
         raise ValueError(
@@ -262,6 +264,8 @@ def extract_row_masks(
     problems = {
         "block_mask": pattern is not None and (batch > 1 or not isinstance(pattern, Longformer)),
         "prefix_length": args.prefix_length is not None and batch > 1,
+        "islands": args.islands is not None and batch > 1,
+        "intervals": args.intervals is not None and batch > 1,
         "alibi_slopes": isinstance(slopes, Tensor) and slopes.dim() == 2 and batch > 1,
     }
     for name in (name for name, is_problem in problems.items() if rows is not None and is_problem):
@@ -285,14 +289,36 @@ def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
     window: Any = args.window_size
     documents = None if cu_seqlens is None else resolve_documents(cu_seqlens, layouts.reach)
     lengths = None if used is None else lengths_per_row("seqused_k", used, batch, layouts.keys.reach)
-    mask = Mask(args.causal, window, documents, _prefix(args.prefix_length, args.causal, layouts.reach), lengths)
+    intervals, window = _intervals(args, layouts, window)
+    prefix = _prefix(args.prefix_length, args.causal, layouts.reach)
+    mask = Mask(
+        args.causal, window, documents, prefix, used=lengths, islands=_islands(args, layouts.reach), intervals=intervals
+    )
+    _refuse_split_islands(mask)
     if isinstance(block_mask, Longformer):
-        if window != (UNLIMITED, UNLIMITED):
+        if window != NO_WINDOW:
             raise ValueError(
                 f"window_size is {window}, but the Longformer mask has its own, {block_mask.window}. Pass only one."
             )
         return replace(mask, window=block_mask.window, global_tokens=block_mask.global_tokens)
     return mask if block_mask is None else replace(mask, blocks=_blocks(block_mask, layouts))
+
+
+def _intervals(args: AttentionArgs, layouts: Layouts, window: PositionRange) -> tuple[Intervals | None, PositionRange]:
+    """Return the checked intervals and the window that remains. A prefix tree takes the window into its intervals."""
+    if args.intervals is None:
+        return None, window
+    intervals = args.intervals if isinstance(args.intervals, Intervals) else Intervals(args.intervals)
+    intervals.check_ends(layouts.queries.reach, layouts.keys.reach)
+    if intervals.path_positions is None:
+        return intervals, window
+    for name in ("alibi_slopes", "islands", "prefix_length"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"{name} cannot be used with intervals of a prefix tree, which it does not follow. Call ring_attention "
+                f"for each path, or omit {name}."
+            )
+    return limit_paths(intervals, window[0]) if window[0] != UNLIMITED else intervals, NO_WINDOW
 
 
 def _blocks(block_mask: object, layouts: Layouts) -> BlockMask:
@@ -337,6 +363,33 @@ def _prefix(length: int | None, causal: bool, reach: int) -> int:
     if not causal:
         raise ValueError(f"prefix_length is {length} without causal: it needs causal=True")
     return length
+
+
+def _islands(args: AttentionArgs, reach: int) -> tuple[PositionRange, ...]:
+    """Return the checked islands, () for None."""
+    islands = read_ranges("islands", () if args.islands is None else args.islands)
+    if islands and not args.causal:
+        raise ValueError(f"islands has {len(islands)} ranges without causal: it needs causal=True")
+    if islands and islands[-1][1] > reach:
+        number = next(number for number, (_, end) in enumerate(islands) if end > reach)
+        raise ValueError(
+            f"islands[{number}] is {islands[number]}: it must end at {reach} at most, the number of tokens"
+        )
+    return islands
+
+
+def _refuse_split_islands(mask: Mask) -> None:
+    """Raise ValueError if an island lies in more than one document."""
+    if not mask.islands or mask.documents is None:
+        return
+    begins, ends = map(torch.tensor, zip(*mask.islands, strict=True))
+    past = mask.documents.document_bounds(begins)[1]
+    if len(split := (ends > past).nonzero()):
+        number = int(split[0])
+        raise ValueError(
+            f"islands[{number}] is {mask.islands[number]}, but a document ends at {int(past[number])}: an island must "
+            "lie in one document"
+        )
 
 
 def check_sink(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:

@@ -74,7 +74,7 @@ def show(
     from ..bench.common.result import Result, Row, finish_command
     from ..ring import Layout
     from ..ring.prepare import Layouts, mask_from_options
-    from ..ring.schedule.mask import UNLIMITED
+    from ..ring.schedule.mask import NO_WINDOW
     from .call_summary import CallSummary, call_provenance, hop_rows
 
     own = None if isinstance(layout, LayoutName) else flags.read_layout(context, layout, "seqlen", "world")
@@ -105,7 +105,7 @@ def show(
         else:
             token_layout, name = getattr(Layout, layout)(seqlen, world), layout.value
         mask = mask_from_options(
-            Layouts(token_layout, token_layout), batch, causal=causal, window_size=window or (UNLIMITED, UNLIMITED),
+            Layouts(token_layout, token_layout), batch, causal=causal, window_size=window or NO_WINDOW,
             cu_seqlens=boundaries, seqused_k=seqused_k, prefix_length=prefix_length,
             block_mask=build_pattern(tokens, block_mask),
         )  # fmt: skip

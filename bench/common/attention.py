@@ -14,7 +14,7 @@ from ...reference.masks import MaskOptions
 from ...ring import Layout, Mask, ring_attention, single_rank, visible_pairs
 from ...ring.prepare import Layouts, mask_from_options
 from ...ring.schedule import mask as patterns
-from ...ring.schedule.mask import UNLIMITED, BlockMask, Longformer
+from ...ring.schedule.mask import NO_WINDOW, BlockMask, Longformer
 from .flags import DTYPE_BYTES, PatternFlag, count_noun, size_text
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -42,7 +42,7 @@ class AttentionConfig:
     device: str = "cpu"
     transport: str = "auto"
     head_dim_v: int = 0  # 0: the same as head_dim
-    window: tuple[int, int] = (UNLIMITED, UNLIMITED)
+    window: tuple[int, int] = NO_WINDOW
     cu_seqlens: tuple[int, ...] | None = None
     seqused_k: tuple[int, ...] | None = None
     prefix_length: int | None = None
@@ -207,7 +207,7 @@ def build_pattern(seqlen: int, pattern: PatternFlag | None) -> BlockMask | Longf
 def mask_label(mask: Mask) -> str:
     """Return a description such as ``causal, window (4096, 0)``, or ``full``."""
     words = ["causal" if mask.causal else ""]
-    words.append(f"window {mask.window}" if mask.window != (UNLIMITED, UNLIMITED) else "")
+    words.append(f"window {mask.window}" if mask.window != NO_WINDOW else "")
     words.append(f"{len(mask.documents.boundaries) - 1:,} documents" if mask.documents is not None else "")
     words.append(f"prefix {mask.prefix:,}" if mask.prefix else "")
     words.append(f"keys used {mask.used}" if mask.used is not None else "")
@@ -220,7 +220,7 @@ def mask_data(mask: Mask) -> dict[str, Any]:
     """Return the mask as JSON data: whether it is causal, and every other argument that is set."""
     blocks = mask.blocks
     data: dict[str, Any] = {
-        "window_size": None if mask.window == (UNLIMITED, UNLIMITED) else mask.window,
+        "window_size": None if mask.window == NO_WINDOW else mask.window,
         "cu_seqlens": None if mask.documents is None else mask.documents.boundaries,
         "prefix_length": mask.prefix or None,
         "seqused_k": mask.used,

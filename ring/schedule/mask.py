@@ -20,15 +20,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from operator import index
 from typing import Any
 
 import torch
 
 from ...kernels import FULL, Bounds
 from ...kernels.checks import check_not_dtensor
-from ...validators import integer_between
-from .layout import Documents, Layout, check_at_least
+from ...validators import integer_between, short_repr
+from .intervals import Intervals, fill_empty_rows
+from .layout import POSITIONS, Documents, Layout, check_at_least
 
 SEED = integer_between(-(1 << 63), (1 << 64) - 1)  # range of torch.Generator.manual_seed
 MAX_BLOCKS = 1 << 15  # most blocks of queries and of keys in a pattern built here; the table then has 1 GiB
@@ -216,16 +216,27 @@ def longformer(window: int, global_tokens: Iterable[tuple[int, int]]) -> Longfor
     """
     if check_at_least(0, "window", window) % 2:
         raise ValueError(f"window is {window}: it must be even, because half of it is on either side")
+    return Longformer((window // 2, window // 2), read_ranges("global_tokens", global_tokens))
+
+
+def read_ranges(name: str, given: Iterable[tuple[int, int]] | torch.Tensor) -> tuple[PositionRange, ...]:
+    """Return the argument ``name`` as ranges of positions.
+
+    Raises:
+        ValueError: it is no list of pairs of whole numbers, or the ranges are empty, overlap or descend.
+    """
+    check_not_dtensor(name, given)
     try:
-        ranges = tuple((index(start), index(end)) for start, end in global_tokens)
+        pairs = given.tolist() if isinstance(given, torch.Tensor) and given.device.type == "cpu" else given
+        ranges = tuple((POSITIONS.convert(start), POSITIONS.convert(end)) for start, end in pairs)
     except (TypeError, ValueError):
-        raise ValueError(f"global_tokens is {global_tokens!r}: it must be a list of ranges (start, end)") from None
+        raise ValueError(f"{name} is {short_repr(given)}: it must be a list of ranges (start, end)") from None
     for number, (start, end) in enumerate(ranges):
         if not (ranges[number - 1][1] if number else 0) <= start < end:
             raise ValueError(
-                f"global_tokens[{number}] is {(start, end)}: ranges must ascend, without overlap, and must not be empty"
+                f"{name}[{number}] is {(start, end)}: ranges must ascend, without overlap, and must not be empty"
             )
-    return Longformer((window // 2, window // 2), ranges)
+    return ranges
 
 
 def _grid(seqlen: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,6 +262,7 @@ def _multiple(name: str, value: int, block: int) -> int:
 END = torch.iinfo(torch.int64).max  # end of an interval without a limit, past every position
 
 UNLIMITED = -1  # side of a window without a limit
+NO_WINDOW = (UNLIMITED, UNLIMITED)
 
 PositionRange = tuple[int, int]  # positions ``[start, end)``
 
@@ -261,23 +273,29 @@ class Mask:
 
     Neither end of an interval decreases with the query's position, so that a hop's mask is one :class:`Bounds` for
     every layout. There are two exceptions. ``blocks`` is a block-sparse pattern inside the intervals. ``global_tokens``
-    turn the mask into a union of a few disjoint masks, its :attr:`parts`. The default shows every key.
+    and ``intervals`` turn the mask into a union of a few disjoint masks, its :attr:`parts`. The default shows all keys.
     """
 
     causal: bool = False
     """A query sees keys up to its own position."""
-    window: tuple[int, int] = (UNLIMITED, UNLIMITED)
+    window: tuple[int, int] = NO_WINDOW
     """Positions that a query sees to the left and to the right of itself, both included; -1: no limit on that side."""
     documents: Documents | None = None
     """A query sees only keys of its own document."""
     prefix: int = 0
     """Number of positions at the start that a causal mask hides from no query (prefix-LM)."""
+    islands: tuple[PositionRange, ...] = ()
+    """Ranges of positions that a causal mask hides from no query of the same range (tokens of an image)."""
     used: tuple[int, ...] | None = None
     """Number of positions with keys, per batch row; later positions are padding."""
     blocks: BlockMask | None = None
     """Which blocks of queries see which blocks of keys."""
     global_tokens: tuple[PositionRange, ...] = ()
     """Tokens that see all keys, and that all queries see, whatever the window (Longformer)."""
+    intervals: Intervals | None = None
+    """Keys that each query sees, as a list of intervals."""
+    interval_number: int = 0
+    """Which of the intervals a part of a mask covers."""
     queries: PositionRange = (0, END)
     """Queries that a part of a mask covers; other queries see nothing."""
     keys: PositionRange = (0, END)
@@ -285,11 +303,18 @@ class Mask:
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """Disjoint masks without global tokens that together allow the same pairs."""
+        """Disjoint masks without global tokens, with one interval each, that together allow the same pairs."""
+        if self.intervals is None:
+            return self._parts
+        numbers = range(len(self.intervals.table))
+        return tuple(replace(part, interval_number=number) for part in self._parts for number in numbers)
+
+    @property
+    def _parts(self) -> tuple[Mask, ...]:
         if not self.global_tokens:
             return (self,)
         plain = replace(self, global_tokens=())
-        wide = replace(plain, window=(UNLIMITED, UNLIMITED))
+        wide = replace(plain, window=NO_WINDOW)
         edges = [0, *(edge for interval in self.global_tokens for edge in interval), END]
         gaps = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
         # Each part has one range of queries. Rows between two ranges would see nothing, and the ends would decrease.
@@ -311,7 +336,8 @@ class Mask:
         """
         lo, hi = (torch.full_like(positions, end) for end in self.keys)
         if self.causal:
-            hi = torch.minimum(hi, (positions + 1).clamp(min=self.prefix))
+            end = range_ends(self.islands, positions) if self.islands else positions + 1
+            hi = torch.minimum(hi, end.clamp(min=self.prefix))
         left, right = self.window
         if left != UNLIMITED:
             lo = torch.maximum(lo, positions - left)
@@ -320,12 +346,22 @@ class Mask:
         if self.documents is not None:
             start, end = self.documents.document_bounds(positions)
             lo, hi = torch.maximum(lo, start), torch.minimum(hi, end)
+        if self.intervals is not None:
+            start, end = self.intervals.table[self.interval_number][:, positions]
+            lo, hi = torch.maximum(lo, start), torch.minimum(hi, end)
         if self.used is not None:
             hi = hi.clamp(max=max(self.used, default=0))
         if self.queries != (0, END):
             first, past = self.queries
             hi = torch.where((positions >= first) & (positions < past), hi, 0)
         return lo, hi
+
+
+def range_ends(ranges: tuple[PositionRange, ...], positions: torch.Tensor) -> torch.Tensor:
+    """Return the end of the range that holds each position, or else the position plus one."""
+    edges = torch.tensor(ranges).flatten()
+    index = torch.searchsorted(edges, positions, right=True)  # odd inside a range
+    return torch.where(index % 2 == 1, edges[index.clamp(max=len(edges) - 1)], positions + 1)
 
 
 def bounds(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> Bounds:
@@ -346,7 +382,7 @@ def bounds(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> 
     used = _used(mask, k_positions)
     if rows and keys and int(lo.max()) == 0 and int(hi.min()) == keys:
         return FULL if used is None else Bounds(None, None, used)
-    lo, hi = _with_empty_rows(lo, hi)
+    lo, hi = fill_empty_rows(lo, hi)
     return Bounds(lo.to(torch.int32), hi.to(torch.int32), used)
 
 
@@ -398,16 +434,3 @@ def _indices(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -
     """Return the interval as indices into the keys; ``lo >= hi`` if a row sees nothing."""
     lo, hi = mask.interval(q_positions)
     return torch.searchsorted(k_positions, lo), torch.searchsorted(k_positions, hi)
-
-
-def _with_empty_rows(lo: torch.Tensor, hi: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace the intervals of rows that see nothing by empty ones that keep both ends in order.
-
-    Such a row starts and ends at the start of the next row that sees something, or at the end of the last one. The
-    neighbours of an empty row never overlap, so both ends stay ascending.
-    """
-    seen = lo < hi
-    if not seen.any():
-        return torch.zeros_like(lo), torch.zeros_like(hi)
-    after = torch.where(seen, lo, hi[seen][-1]).flip(0).cummin(0).values.flip(0)
-    return torch.where(seen, lo, after), torch.where(seen, hi, after)

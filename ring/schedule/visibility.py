@@ -100,14 +100,15 @@ def visible_intervals(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vect
 def _whole_blocks(blocks: BlockMask, queries: Vector, lo: Vector, hi: Vector) -> tuple[Vector, Vector]:
     """Return the key blocks that any of the queries sees, as intervals.
 
-    The interval of a mask contains the query's own position, except where all queries are cut off alike. Therefore the
-    rows of one block together see one interval, from the start of the first row to the end of the last row.
+    Rows of one block with intervals that overlap or touch together see one interval, from the start of the first row to
+    the end of the last row.
     """
-    rows, first = np.unique(queries // blocks.block, return_index=True)
-    starts, ends = np.minimum.reduceat(lo, first)[:, None], np.maximum.reduceat(hi, first)[:, None]
+    rows, new = queries // blocks.block, np.ones(len(lo), dtype=np.bool_)
+    new[1:] = (rows[1:] != rows[:-1]) | (lo[1:] > hi[:-1])
+    starts, ends = lo[new][:, None], hi[np.roll(new, -1)][:, None]
     begins = np.arange(blocks.visible.shape[1]) * blocks.block
     touched = (begins < ends) & (starts < begins + blocks.block)
-    begins = begins[(blocks.visible.numpy()[rows] & touched).any(axis=0)]
+    begins = begins[(blocks.visible.numpy()[rows[new]] & touched).any(axis=0)]
     return merge_intervals(begins, begins + blocks.block)
 
 

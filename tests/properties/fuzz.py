@@ -28,7 +28,7 @@ ALSO = {
     "k": "q|v|layout",
     "v": "k|layout",
     "dropout_p": "dropout_seed",
-    "causal": "prefix_length",
+    "causal": "prefix_length|islands",
 }
 """Other arguments that an error may name, because the conflict is between two arguments."""
 REMEMBERED = 20  # earlier calls that may have caused a failure

@@ -60,6 +60,8 @@ WRONG: dict[str, list[Any]] = {
     "cu_seqlens": [[1, 8], [0], [0, 5, 4], [0, 4.5], 3],
     "seqused_k": [[-1], [10**6], [0.5], [1] * 9, 3],
     "prefix_length": [-1, 10**6, 1.5],
+    "islands": [3, [(3, 2)], [(0, 10**6)]],
+    "intervals": [3, [], [(3, 4)]],
     "block_mask": ["all", 3],
     "layout": ["ring", 3],
     "kv_layout": ["ring", 3],
@@ -69,6 +71,9 @@ WRONG: dict[str, list[Any]] = {
     "group": ["group"],
 }
 """Values without a meaning, whatever the call. For tensors: the change that makes them wrong."""
+
+POSITIONS = ("cu_seqlens", "seqused_k", "prefix_length", "islands", "intervals")
+"""Arguments that refer to positions, other than block masks."""
 
 
 def draw_line(rng: Random) -> Literals:
@@ -147,7 +152,15 @@ def draw_mask(rng: Random, call: Literals) -> Literals:
         "window_size": None if pattern and pattern[0] == "longformer" else window,
         "cu_seqlens": rng.choice([None, None, sorted(rng.randint(0, reach) for _ in range(rng.randint(0, 4)))]),
         "seqused_k": rng.choice([None, None, None, [rng.randint(0, reach) for _ in range(call["batch"])]]),
+        "islands": draw_ranges(rng, reach) if causal and rng.random() < 0.3 else None,
+        "intervals": [rng.choice(["pairs", "tree", "slices"]), rng.randrange(1000)] if rng.random() < 0.2 else None,
     }
+
+
+def draw_ranges(rng: Random, positions: int) -> list[tuple[int, int]]:
+    """Draw ascending, disjoint ranges."""
+    edges = sorted(rng.sample(range(positions + 1), rng.choice([0, 2, 2, 4]) if positions > 2 else 0))
+    return [*zip(edges[::2], edges[1::2], strict=True)]
 
 
 def draw_pattern(rng: Random, blocks: int, block: int) -> list[Any]:
@@ -164,11 +177,7 @@ def draw_pattern(rng: Random, blocks: int, block: int) -> list[Any]:
 
 def draw_longformer(rng: Random, tokens: int) -> list[Any]:
     """Draw a window and some ranges of global tokens."""
-    edges = sorted(rng.sample(range(tokens + 1), rng.choice([0, 2, 2, 4]) if tokens > 2 else 0))
-    return [
-        "longformer",
-        {"window": 2 * rng.randint(0, tokens), "global_tokens": [*zip(edges[::2], edges[1::2], strict=True)]},
-    ]
+    return ["longformer", {"window": 2 * rng.randint(0, tokens), "global_tokens": draw_ranges(rng, tokens)}]
 
 
 def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
@@ -218,6 +227,7 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
     if rng.random() < 0.25:
         call |= {"kv_layout": draw_layout(rng, tokens, world), "later": rng.choice([0, 1, 2])}
     call |= draw_mask(rng, call)
+    call |= {"intervals": None} if run == "kernels" else {}  # several launches
     if run in ("threads", "processes") and rng.random() < 0.2:
         call |= draw_mesh(rng, world)
     if run != "kernels" and block == 1 and not pattern and rng.random() < 0.15:
@@ -249,7 +259,7 @@ def draw_align(rng: Random, call: Literals, world: int) -> Literals:
         "kv_layout": draw_layout(rng, key_tokens, world, holes=False),
         "key_tokens": key_tokens,
         "later": 0,
-        **(dict.fromkeys(["cu_seqlens", "seqused_k", "prefix_length"]) if align == "bottom-right" else {}),
+        **(dict.fromkeys(POSITIONS) if align == "bottom-right" else {}),
     }
 
 
@@ -265,6 +275,8 @@ def draw_rows(rng: Random, call: Literals) -> Literals:
         "leftpad_k": rng.choice([None, [rng.randint(0, reach) for _ in rows]]),
         "key_mask": rng.choice([None, 0.3, 0.9, 1.0]),
         "prefix_length": None,
+        "islands": None,
+        "intervals": None,
         "dropout_p": None,
         "dropout_seed": None,
         "alibi_slopes": call["alibi_slopes"] and "heads",

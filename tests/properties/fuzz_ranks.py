@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from itertools import pairwise, product
 from multiprocessing.connection import Connection
+from random import Random
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from ringattn import Layout, LocalWorld, Ring, shard, unshard
 from ringattn.comm import LocalGroup
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import Scores, attention_backward, attention_delta, attention_forward
+from ringattn.ring import prefix_tree, slices
 from ringattn.ring.ops import sink_gradient
 from ringattn.ring.prepare import Layouts, mask_from_options
 from ringattn.ring.schedule import mask as patterns
@@ -109,6 +112,12 @@ def case_of(call: Literals, world: int) -> RingCase:
         arguments["block_mask"] = pattern_of(
             call["block_mask"], -(-layout.reach // block), -(-kv_layout.reach // block), block
         )
+    if "islands" in call:
+        cuts = hosted.get("cu_seqlens", [0, reach])
+        arguments["islands"] = [*islands_of(call["islands"], cuts)]
+    if "intervals" in call:
+        kind, interval_seed = call["intervals"]
+        arguments["intervals"] = intervals_of(kind, interval_seed, layout.reach, kv_layout.reach)
     if "alibi_slopes" in call:
         arguments["alibi_slopes"] = torch.rand((heads,) if call["alibi_slopes"] == "heads" else (batch, heads))
     if "config" in call:
@@ -119,6 +128,32 @@ def case_of(call: Literals, world: int) -> RingCase:
         sink[0] = -torch.inf if call["learnable_sink"][1] else sink[0]
     where = None if keys is queries else kv_layout
     return RingCase(layout, whole, arguments, where, sink, call["strides"], call["lse"], call["ring"], call["grads"])
+
+
+def islands_of(islands: list[tuple[int, int]], documents: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the parts of the islands inside the document of their first token."""
+    for begin, end in islands:
+        stop = next((cut for cut in documents if cut > begin), begin)
+        if begin < min(end, stop):
+            yield begin, min(end, stop)
+
+
+def intervals_of(kind: str, seed: int, queries: int, keys: int) -> object:
+    """Draw a prefix tree, slices, or pairs of which some queries see nothing, where their ends mean nothing."""
+    draw, rng, count = Random(seed), torch.Generator().manual_seed(seed), 1 + seed % 3
+    cuts = [sorted({0, *draw.choices(range(most), k=5), most}) if most else [0, 0] for most in (queries, keys)]
+    if kind == "slices":
+        cells = [cell for cell in product(*map(pairwise, cuts)) if draw.random() < 0.5]
+        return slices([(*cell, draw.randrange(4)) for cell in cells], queries)
+    if kind == "tree" and queries <= keys:
+        lengths = [end - start for start, end in pairwise(cuts[0])]
+        tree = prefix_tree(lengths, [-1, *(draw.randrange(-1, node) for node in range(1, len(lengths)))])
+        return [*tree.intervals.table]  # as plain pairs, so that windows count global positions
+    ends = torch.randint(keys + 1, (queries, 2 * count), generator=rng).sort(0).values.sort(1).values
+    blind = torch.rand(queries, generator=rng) < (seed % 7 == 0) / 20
+    lo, hi = ends[:, ::2].T.contiguous(), ends[:, 1::2].T.contiguous()
+    lo[seed % count, blind] = keys
+    return [(a.int() if seed % 2 else a, b) for a, b in zip(lo, hi, strict=True)]
 
 
 def pattern_of(literals: list[Any], rows: int, columns: int, block: int) -> object:
@@ -276,7 +311,7 @@ def move_case(call: Literals, world: int) -> MoveCase:
 
 def by_hand(case: RingCase) -> list[list[Tensor | None]]:
     """Run each rank's queries over one key shard after the other with the public kernel functions."""
-    names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
+    names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "islands", "block_mask")
     defaults = {"window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0, "first_head": 0}
     call: dict[str, Any] = defaultdict(lambda: None, defaults | case.call)
     batch, ranks = case.whole["q"].shape[0], range(case.layout.world)

@@ -90,6 +90,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window to the left": {"window_size": (3, -1)},
     "window to the right": {"window_size": (-1, 2)},
     "prefix": {"causal": True, "prefix_length": 5},
+    "islands": {"causal": True, "islands": [(1, 4), (6, 11)]},
+    "intervals": {
+        "intervals": [(torch.arange(12) // 3, torch.arange(12) // 2), (torch.arange(12), torch.arange(12) + 1)]
+    },
     "documents": {"cu_seqlens": [0, 3, 3, 10, TOKENS]},
     "longformer": {"window_size": (2, 2), "global_tokens": [(0, 2), (7, 8)]},
     "padding": {"seqused_k": [7, 0]},
@@ -137,7 +141,10 @@ def by_hand(counter: list[int], key: list[int]) -> list[int]:
 
 def sees(call: dict[str, Any], row: int, p: int, key: int) -> bool:
     """Return whether a query sees a key, from the definition of each mask."""
-    if call.get("causal") and key > p and key >= call.get("prefix_length", 0):
+    together = any(begin <= min(p, key) and max(p, key) < end for begin, end in call.get("islands", ()))
+    if call.get("causal") and key > p and key >= call.get("prefix_length", 0) and not together:
+        return False
+    if "intervals" in call and not any(lo[p] <= key < hi[p] for lo, hi in call["intervals"]):
         return False
     left, right = (math.inf if side < 0 else side for side in call.get("window_size", (-1, -1)))
     whole = any(start <= x < end for start, end in call.get("global_tokens", ()) for x in (p, key))

@@ -24,7 +24,7 @@ from ringattn import Layout, LocalWorld, Ring, halo, positions, relayout, ring_a
 from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, TransportError
 from ringattn.comm.control import open_control
 from ringattn.kernels import KernelConfig, Tile
-from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
+from ringattn.ring import BlockMask, Intervals, bigbird, fixed, longformer, prefix_tree, slices, strided
 from ringattn.ring import prepare as prepare_module
 from ringattn.ring import ring as ring_module
 from ringattn.ring.args import ARG_SPECS, AttentionArgs, Compare, Options
@@ -42,6 +42,7 @@ def x(tokens: int = 8, heads: int = 4, dim: int = 16, batch: int = 2) -> torch.T
     return torch.zeros(batch, tokens, heads, dim)
 
 
+EIGHT = torch.arange(8)
 HALVES = Layout.contiguous(8, 2)
 BFLOAT16 = {"q": x().bfloat16(), "k": x(8, 2).bfloat16(), "v": x(8, 2).bfloat16(), "backend": "triton"}
 
@@ -82,6 +83,9 @@ DOORS: dict[str, Door] = {
     "fixed": (fixed, {"seqlen": 8, "block": 2, "stride": 4, "summary": 2}),
     "bigbird": (bigbird, {"seqlen": 8, "block": 2, "window": 1, "global_": 0, "random": 0}),
     "longformer": (longformer, {"window": 2, "global_tokens": []}),
+    "Intervals": (Intervals, {"pairs": [(EIGHT, EIGHT + 1)]}),
+    "prefix_tree": (prefix_tree, {"lengths": [2, 3], "parents": [-1, 0]}),
+    "slices": (slices, {"slices": [((0, 8), (0, 8), "full")], "positions": 8}),
     "Limits": (Limits, {}),
     "Topology": (Topology, {"nodes": [[0, 1]]}),
     "flat": (Topology.flat, {"world": 2}),
@@ -110,6 +114,37 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"block_mask": torch.ones(3, 3).bool()}, "block_mask has 3 rows, .* 8 queries.* BlockMask"),
     ({"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"}, "the block mask has blocks of 8"),
+    ({"islands": [(1, 3)]}, "islands has 1 ranges without causal: it needs causal=True"),
+    ({"causal": True, "islands": [(1, 3), (2, 4)]}, r"islands\[1\] is \(2, 4\): ranges must ascend, without overlap"),
+    (
+        {"causal": True, "islands": [(1, 3), (6, 9)]},
+        r"islands\[1\] is \(6, 9\): it must end at 8 at most, the number of",
+    ),
+    (
+        {"causal": True, "islands": [(0, 2), (3, 6)], "cu_seqlens": [0, 2, 5, 8]},
+        r"islands\[1\] is \(3, 6\), but a document ends at 5",
+    ),
+    ({"intervals": [(EIGHT[:7], EIGHT[:7] + 1)]}, "intervals has 7 positions: it must have 8, those of the queries"),
+    (
+        {"intervals": [(EIGHT * 0, EIGHT), (EIGHT, EIGHT + 2)]},
+        r"intervals\[1\] ends at 9 at position 7: it must end at 8 at most, the number of keys",
+    ),
+    (
+        {"intervals": [(EIGHT % 3, EIGHT + 1)]},
+        r"intervals\[0\] is \[0, 4\) at position 3, after \[2, 3\) at position 2: neither end may decrease",
+    ),
+    (
+        {"intervals": [(EIGHT, EIGHT + 1), (EIGHT // 4 * 4, EIGHT // 4 * 4 + 1)]},
+        r"intervals\[1\] overlaps intervals\[0\] at position 0: one begins at 0, and the other ends at 1",
+    ),
+    (
+        {"intervals": [(EIGHT - 1, EIGHT + 1)]},
+        r"intervals\[0\] begins at -1 at position 0: it must begin at 0 or later",
+    ),
+    (
+        {"intervals": Intervals([(EIGHT, EIGHT + 1)], EIGHT), "alibi_slopes": torch.ones(4)},
+        "alibi_slopes cannot be used",
+    ),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be between 0 and 8"),
     (
@@ -131,7 +166,13 @@ CALLS: list[tuple[dict[str, Any], str]] = [
             {"align": "bottom-right", "k": x(9, 2), "v": x(9, 2), name: value},
             f"{name} cannot be used with align='bottom-right' when there are 8",
         )
-        for name, value in (("cu_seqlens", [0, 9]), ("seqused_k", [9, 9]), ("block_mask", torch.ones(2, 2).bool()))
+        for name, value in (
+            ("cu_seqlens", [0, 9]),
+            ("seqused_k", [9, 9]),
+            ("block_mask", torch.ones(2, 2).bool()),
+            ("islands", [(0, 2)]),
+            ("intervals", [(EIGHT, EIGHT + 1)]),
+        )
     ),
     ({"first_head": -1}, r"first_head is -1: it must be a whole number from 0 to 2\^31 - 1"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\] on cpu: .* \[4\] or \[2, 4\]"),
@@ -161,6 +202,25 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     *(
         ({name: Distributed()}, rf"{name} is a Distributed: .*\. Pass {name}.to_local\(\)")
         for name in ("learnable_sink", "alibi_slopes", "cu_seqlens", "seqused_k", "key_mask", "leftpad_k", "block_mask")
+    ),
+    *(({name: Distributed()}, rf"Pass {name}.to_local\(\)") for name in ("islands", "intervals")),
+    ({"intervals": [(Distributed(), EIGHT)]}, r"Pass intervals.to_local\(\)"),
+    (
+        {"intervals": [(EIGHT, EIGHT + 1.0)]},
+        r"intervals\[0\] is \(a torch.int64 .*, a torch.float32 .*: it must be a pair",
+    ),
+    (
+        {"intervals": [(EIGHT, EIGHT[:7])]},
+        r"intervals\[0\] is .* of shape \[7\]\): it must be a pair \(lo, hi\) of int32",
+    ),
+    (
+        {"intervals": [(EIGHT, EIGHT), (EIGHT[:7], EIGHT[:7])]},
+        r"intervals\[1\] has 7 positions: it must have 8, as \[0\]",
+    ),
+    ({"intervals": []}, "intervals is empty: it must have at least one pair"),
+    (
+        {"intervals": [(EIGHT + p, EIGHT + p + 1) for p in range(0, 130, 2)]},
+        "intervals has 65 intervals per query: .* 64",
     ),
     ({"q": x(8, 4).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense"),
     ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
@@ -282,6 +342,34 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("longformer", {"global_tokens": [(4, 4)]}, r"global_tokens\[0\] is \(4, 4\): ranges must ascend"),
     ("longformer", {"global_tokens": [(0, 4), (3, 5)]}, r"global_tokens\[1\] is \(3, 5\): ranges must ascend"),
     ("longformer", {"global_tokens": [7]}, r"global_tokens is \[7\]: it must be a list of ranges \(start, end\)"),
+    ("prefix_tree", {"lengths": [2, 0]}, r"lengths\[1\] is 0: it must be at least 1"),
+    ("prefix_tree", {"lengths": [2]}, "lengths has 1 nodes and parents has 2: both must have the same, at least 1"),
+    ("prefix_tree", {"lengths": [], "parents": []}, "lengths has 0 nodes and parents has 0"),
+    ("prefix_tree", {"parents": [-1, 1]}, r"parents\[1\] is 1: it must be an earlier node, 0 to 0, or -1 for a root"),
+    ("prefix_tree", {"parents": [0, -1]}, r"parents\[0\] is 0: it must be "),
+    ("prefix_tree", {"parents": [-1, -2]}, r"parents\[1\] is -2: it must be an earlier node"),
+    ("prefix_tree", {"lengths": [1.5, 2]}, r"lengths is \[1.5, 2\]: it must be a list of whole numbers"),
+    (
+        "prefix_tree",
+        {"lengths": [1] * 131, "parents": [-1, *(node // 2 * 2 for node in range(130))]},
+        r"parents\[127\] is 126, after 64 branches: a path may have 64",
+    ),
+    ("slices", {"slices": 3}, r"slices is 3: it must be a list of slices \(queries, keys, kind\)"),
+    (
+        "slices",
+        {"slices": [((0, 2), (3, 2), "full")]},
+        r"slices\[0\] is .*\(3, 2\).*: it must be \(queries, keys, kind\)",
+    ),
+    (
+        "slices",
+        {"slices": [((0, 2), (0, 2), "half")]},
+        r"slices\[0\] is .*'half'.*one of full, causal, inverse causal, both",
+    ),
+    (
+        "slices",
+        {"slices": [((0, 9), (0, 2), 0)]},
+        r"slices\[0\] has queries up to 9: they must end at 8 at most, positions",
+    ),
     ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
     ("Limits", {"channels": 8, "ctas": 4}, "channels is 8; it must be at most ctas, 4"),
     ("Limits", {"cga_cluster_size": 16}, "cga_cluster_size is 16: it must be a power of two from 1 to 8, or None"),
@@ -289,7 +377,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Topology", {"nodes": [[0, True]]}, r"nodes is \[\[0, True\]\]: it must be a list of ranks per node"),
 ]
 
-PATTERNS = ("Documents", "BlockMask", "strided", "fixed", "bigbird", "longformer")
+PATTERNS = ("Documents", "BlockMask", "Intervals", "strided", "fixed", "bigbird", "longformer")
 NONSENSE = [
     None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**30, 10**5000, 3 + 4j, "x", b"x", [], [[]], {}, object(),
     np.int64(3), np.float32(0.5), np.zeros(2), torch.tensor(3), torch.zeros(2, 2), torch.zeros(3, dtype=torch.int64),
@@ -419,6 +507,7 @@ OTHERS = {
     "block_mask": BlockMask(torch.eye(4).bool(), 4),
     "seqused_k": [3, 16],
     "key_mask": torch.eye(2, 16).bool(),
+    "intervals": [(torch.arange(16), torch.arange(16) + 1)],
     "leftpad_k": [3, 0],
     "softcap": 2.0,
     "alibi_slopes": torch.ones(4),
@@ -455,6 +544,7 @@ ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"block_mask": longformer(2, [])}, "window_size differs"),
     *(({}, {name: value}, f"{name} differs") for name, value in OTHERS.items()),
     ({"causal": True}, {"causal": True, "prefix_length": 3}, "prefix_length differs"),
+    ({"causal": True}, {"causal": True, "islands": [(3, 5)]}, "islands differs"),
     ({"dropout_p": 0.5, "dropout_seed": 5}, {"dropout_p": 0.5, "dropout_seed": 6}, "dropout_seed differs"),
     ({"ring": {"chunks": 2}}, {}, r"chunks differs between ranks \(rank 0: 2, rank 1: 1"),
 ]
@@ -497,6 +587,15 @@ TWO_VALUES: dict[str, list[tuple[Any, Any, dict[str, Any]]]] = {
     "key_mask": [(mask_of_keys(2, 5), mask_of_keys(3, 5), {})],
     "leftpad_k": [([3, 0], [0, 3], {})],
     "prefix_length": [(3, 4, {"causal": True})],
+    "islands": [([(3, 5)], [(3, 6)], {"causal": True})],
+    "intervals": [
+        (
+            [(torch.zeros(16).int(), torch.arange(n, n + 16) // 2)],
+            [(torch.zeros(16).int(), torch.arange(n, n + 16) // 3)],
+            {},
+        )
+        for n in (3, 4)
+    ],
     "block_mask": [
         (BlockMask(DIAGONAL, 4), BlockMask(DIAGONAL.flip(0), 4), {}),
         (longformer(2, [(0, 1)]), longformer(2, [(1, 2)]), {}),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ringattn import Layout, Ring, checkpoint_policy, halo, relayout, ring_attention, roll, single_rank
 from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
-from ringattn.ring import BlockMask, bigbird, longformer, ulysses
+from ringattn.ring import BlockMask, Intervals, bigbird, longformer, ulysses
 from ringattn.ring.args import AttentionArgs
 from ringattn.ring.ops import ARG_INDEX, pack_call
 
@@ -85,6 +85,7 @@ def hiding(number: int) -> dict[str, Any]:
     return {"key_mask": is_key, "leftpad_k": [number, 3, ROWS], "seqused_k": [ROWS, 20, 4], "cu_seqlens": documents}
 
 
+AT = torch.arange(ROWS)
 DOCUMENTS = [0, 7, 30, ROWS]
 CALLS: dict[str, dict[str, Any]] = {
     "layout, documents": {
@@ -108,6 +109,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "blocks as a tensor": {"block_mask": torch.eye(4, dtype=torch.bool)},
     "blocks of one size": {"block_mask": BlockMask(torch.ones(2, 2, dtype=torch.bool).tril(), 48)},
     "longformer": {"block_mask": longformer(8, [(0, 3), (20, 24)])},
+    "islands": {"causal": True, "islands": [(3, 6), (30, 44)], "cu_seqlens": DOCUMENTS},
+    "intervals": {"intervals": [(AT, AT + 1)]},
+    "intervals of a path": {"intervals": Intervals([(AT * 0, AT + 1)], AT), "window_size": (3, 0)},
     "batch rows, dropout": hiding(1) | {"causal": True, "dropout_p": 0.3, "dropout_seed": 5},
     "mesh": hiding(1) | {
         "group": single_rank().mesh(1, 1), "learnable_sink": torch.ones(HEADS, requires_grad=True), "return_lse": True,
@@ -163,9 +167,18 @@ def documents_of(rows: int, number: int) -> dict[str, Any]:
     return {"layout": Layout.zigzag(rows, 1, documents), "cu_seqlens": documents}
 
 
+def intervals_of(number: int) -> dict[str, Any]:
+    return {
+        "causal": True,
+        "islands": [(number, 3 * number + 9)],
+        "intervals": [(AT // 2, AT // 2 + number), (AT // 2 + 9, AT + 1)],
+    }
+
+
 GRAPHS: dict[str, Callable[[int], tuple[int, dict[str, Any]]]] = {
     "lengths": lambda number: (16 + 8 * number, {"causal": True, "layout": "zigzag"}),
     "layouts and documents": lambda number: (40 + 8 * number, documents_of(40 + 8 * number, number)),
+    "islands and intervals": lambda number: (ROWS, intervals_of(number)),
     "batch rows": lambda number: (ROWS, hiding(number)),
     "rings and seeds": lambda number: (ROWS, {"ring": RINGS[number], "dropout_p": 0.5, "dropout_seed": 7 * number + 1}),
 }

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.kernels import FULL
+from ringattn.ring.schedule.intervals import Intervals
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import (
     BlockMask,
@@ -28,7 +29,16 @@ from ringattn.ring.schedule.mask import (
 )
 
 from ..support.kernel_cases import dense_mask
-from ..support.layouts import Window, block_layouts, block_masks, is_visible_pair, layouts, masks, small_layouts
+from ..support.layouts import (
+    Window,
+    block_layouts,
+    block_masks,
+    interval_pairs,
+    is_visible_pair,
+    layouts,
+    masks,
+    small_layouts,
+)
 
 CAUSAL = Mask(causal=True)
 
@@ -104,8 +114,8 @@ def test_mask_bounds_of_any_layout(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_global_tokens_make_disjoint_parts(data: st.DataObject) -> None:
-    layout, mask = data.draw(layouts(max_world=3, max_seqlen=24)), data.draw(masks(global_tokens=True, used=True))
+def test_parts_are_disjoint(data: st.DataObject) -> None:
+    layout, mask = data.draw(layouts(max_world=3, max_seqlen=24)), data.draw(masks(parts=True, used=True))
     for queries, keys in product(map(layout.positions, range(layout.world)), repeat=2):
         made = [bounds(part, queries, keys) for part in mask.parts]
         pairs = [dense_mask(part_bounds, len(queries), len(keys)) for part_bounds in made]
@@ -121,12 +131,22 @@ def test_intervals_inside_blocks(data: st.DataObject, block: int, other_keys: bo
     layout = data.draw(block_layouts(6, block, 2))
     kv_layout = data.draw(block_layouts(8, block, 2)) if other_keys else layout
     mask = replace(
-        data.draw(masks(global_tokens=True, used=True).filter(lambda mask: type(mask) is Mask)),
+        data.draw(masks(parts=True, used=True).filter(lambda mask: type(mask) is Mask)),
         blocks=data.draw(block_masks(8, 8, block)),
     )
     for rank, shard in product(range(2), repeat=2):
         queries, keys = layout.positions(rank), kv_layout.positions(shard)
         assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
+
+
+@given(interval_pairs())
+def test_intervals_show_what_their_pairs_show(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    made, keys = Intervals([(lo.int(), hi.int()) for lo, hi in pairs]), torch.arange(49)
+    visible = [[((lo[:, None] <= keys) & (keys < hi[:, None])) for lo, hi in table] for table in (pairs, made.table)]
+    assert torch.stack(visible[1]).sum(0).equal(torch.stack(visible[0]).sum(0))
+    assert made.table.diff(dim=2).min() >= 0 and (made.table[:, 0] <= made.table[:, 1]).all()
+    assert made == Intervals(made.table) == pickle.loads(pickle.dumps(made)) != pairs
+    assert len({made, Intervals(made.table), Intervals(made.table, torch.arange(49))}) == 2
 
 
 def test_longformer_has_three_parts() -> None:

@@ -38,6 +38,15 @@ BLOCK = {"aten": 4, "triton": 16}  # a kernel's tile has at least 16 rows and mu
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 SINK = torch.tensor([0.5, -torch.inf, 3.0, -2.0])
 
+AT = torch.arange(TOKENS)
+BLIND = (AT == 20) | (AT > 50)
+INTERVALS = [
+    (AT // 3, torch.where(BLIND, 0, AT // 3 + 4)),
+    ((AT // 2 + 12).int(), (AT // 2 + 15).int()),
+    (AT // 5 + 44, AT // 5 + 48),
+]
+"""Three disjoint intervals. Some queries see nothing of the first one, which is cut in two there."""
+
 MASKS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (7, 2)},
     "window to the left": {"window_size": (5, -1)},
@@ -45,6 +54,15 @@ MASKS: dict[str, dict[str, Any]] = {
     "documents": {"cu_seqlens": [0, 7, 8, 8, 31, TOKENS]},
     "causal documents": {"causal": True, "cu_seqlens": torch.tensor([0, 13, 40, TOKENS])},
     "causal documents and window": {"causal": True, "cu_seqlens": [0, 13, 40, TOKENS], "window_size": (6, -1)},
+    "islands": {"causal": True, "islands": [(3, 9), (20, 21), (21, 34), (55, TOKENS)]},
+    "islands, window, documents": {
+        "causal": True,
+        "islands": [(3, 9), (21, 34)],
+        "window_size": (11, -1),
+        "cu_seqlens": [0, 15, 40, TOKENS],
+    },
+    "intervals": {"intervals": INTERVALS},
+    "causal intervals in documents": {"causal": True, "intervals": INTERVALS, "cu_seqlens": [0, 13, 40, TOKENS]},
     "prefix": {"causal": True, "prefix_length": 23},
     "prefix and window": {"causal": True, "prefix_length": 23, "window_size": (17, -1)},
     "padding": {"seqused_k": [41, 0]},
@@ -117,7 +135,18 @@ def test_each_feature_is_exact(name: str, layout: str, world: int) -> None:
 
 
 # tests/kernels covers the features themselves; here the ring must pass each of them on
-LAUNCHED = ("window", "causal documents", "prefix", "padding", "longformer", "bigbird in documents", "dropout", "least")
+LAUNCHED = (
+    "islands",
+    "intervals",
+    "window",
+    "causal documents",
+    "prefix",
+    "padding",
+    "longformer",
+    "bigbird in documents",
+    "dropout",
+    "least",
+)
 
 
 @pytest.mark.parametrize(("name", "layout"), [*zip(LAUNCHED, cycle(["contiguous", "striped", "zigzag"]))])
@@ -134,6 +163,8 @@ TOGETHER: list[dict[str, Any]] = [
     PATTERNS["bigbird in documents"](4) | SCORES["all scores"] | {"window_size": (17, 4), "seqused_k": [50, 29]},
     PATTERNS["strided"](4) | SCORES["dropout"] | {"prefix_length": 23, "window_size": (30, -1)},
     PATTERNS["bigbird"](4) | MASKS["padding"] | SCORES["alibi"],
+    PATTERNS["strided"](4) | MASKS["islands"] | MASKS["intervals"] | SCORES["all scores"] | {"seqused_k": [50, 29]},
+    MASKS["causal longformer"] | MASKS["islands"] | MASKS["intervals"] | {"prefix_length": 8},
 ]
 
 

@@ -185,6 +185,8 @@ ROWS: dict[str, Any] = {"key_mask": HOLES}
         (ROWS | {"block_mask": longformer(4, [(0, 2)])}, "block_mask cannot be used with key_mask, because batch rows"),
         (HIDING["documents"] | {"causal": True, "prefix_length": 3}, "prefix_length cannot be used with cu_seqlens,"),
         (HIDING["left padding"] | {"alibi_slopes": torch.ones(BATCH, 4)}, "alibi_slopes cannot be used with leftpad_k"),
+        (ROWS | {"causal": True, "islands": [(3, 5)]}, "islands cannot be used with key_mask, because batch rows"),
+        (ROWS | {"intervals": [(AT, AT + 1)]}, "intervals cannot be used with key_mask, because batch rows"),
         ({"cu_seqlens": [[0, 36], [0, 9, 40], [0, 36]]}, r"cu_seqlens\[1\] ends at 40: it must end at 36, the number"),
         ({"key_mask": HOLES[:, :-1]}, r"key_mask is torch.bool \[3, 35\]: it must be a bool tensor of shape \[3, 36\]"),
         ({"key_mask": HOLES.long()}, r"key_mask is torch.int64 \[3, 36\]: it must be a bool tensor"),
@@ -203,7 +205,13 @@ def test_refusals(call: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [{"causal": True, "prefix_length": 9}, {"alibi_slopes": torch.rand(1, 4)}, {"block_mask": longformer(4, [(0, 2)])}],
+    [
+        {"causal": True, "prefix_length": 9},
+        {"alibi_slopes": torch.rand(1, 4)},
+        {"block_mask": longformer(4, [(0, 2)])},
+        {"causal": True, "islands": [(3, 9)]},
+        {"intervals": [(AT // 3, AT // 2 + 1)]},
+    ],
 )
 def test_one_row_with_a_key_mask_takes_everything_except_blocks(call: dict[str, Any]) -> None:
     q, k, v = (inputs(TOKENS, batch=1)[name] for name in "qkv")
@@ -213,3 +221,6 @@ def test_one_row_with_a_key_mask_takes_everything_except_blocks(call: dict[str, 
     assert torch.equal(ring_attention(q, k, v, key_mask=HOLES[:1], **call), expected)
     with pytest.raises(ValueError, match="block_mask cannot be used with key_mask"):
         ring_attention(q, k, v, key_mask=HOLES[:1], **call | {"block_mask": BlockMask(torch.eye(9).bool(), 4)})
+    if "islands" in call:
+        with pytest.raises(ValueError, match=r"islands\[0\] is \(3, 9\), but a document ends at 5"):
+            ring_attention(q, k, v, key_mask=HOLES[:1], **call | {"cu_seqlens": [[0, 5, 36]]})

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ringattn.bench.common.attention import random_boundaries
 from ringattn.ring.schedule import visibility as module
+from ringattn.ring.schedule.intervals import Intervals
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import BlockMask, Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
@@ -65,15 +66,25 @@ def check(layout: Layout, mask: Mask, keys: Layout, block: int = 1) -> None:
 def test_active_shards_and_sent_keys_for_any_mask_and_layout(data: st.DataObject, other_keys: bool) -> None:
     layout = data.draw(layouts(max_seqlen=24))
     keys = data.draw(layouts(max_seqlen=24, world=layout.world)) if other_keys else layout
-    check(layout, data.draw(masks(global_tokens=True, used=True)), keys)
+    check(layout, data.draw(masks(parts=True, used=True)), keys)
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_block_masks_send_whole_blocks(data: st.DataObject, world: int, block: int, other_keys: bool) -> None:
     layout = data.draw(block_layouts(7, block, world))
-    keys = data.draw(block_layouts(7, block, world)) if other_keys else layout
-    plain = data.draw(masks(global_tokens=True, used=True).filter(lambda mask: type(mask) is Mask))
-    check(layout, replace(plain, blocks=data.draw(block_masks(7, 7, block))), keys, block)
+    # of a short last block of other keys, only keys that are not there may be visible
+    whole_blocks = block_layouts(7, block, world).filter(lambda keys: keys.reach % block == 0)
+    keys = data.draw(whole_blocks) if other_keys else layout
+    plain = data.draw(masks(parts=True, used=True).filter(lambda mask: type(mask) is Mask))
+    check(layout, replace(plain, blocks=data.draw(block_masks(7, 7, block)), intervals=None), keys, block)
+
+
+def test_blocks_between_the_intervals_of_a_query_block_are_not_sent() -> None:
+    """The two queries of a block see keys far apart; of blocks 0 to 7 only the first and the last are sent."""
+    lo = (torch.arange(16) >= 7) * 14
+    mask = Mask(intervals=Intervals([(lo, lo + 1)]), blocks=BlockMask(torch.ones(8, 8).bool(), 2))
+    active = active_shards(Layout([[(6, 2)], *[[]] * 7]), mask, Layout.contiguous(16, 8))
+    assert active[0].nonzero()[0].tolist() == [0, 7]
 
 
 @given(st.data(), st.integers(1, 5), st.sampled_from([2, 3, 7, 20]))
@@ -92,6 +103,7 @@ MASKS = {
     "causal documents": Mask(causal=True, documents=PACKED),
     "prefix": Mask(causal=True, prefix=100_000),
     "used": Mask(used=(500_000, 1)),
+    "intervals": Mask(intervals=Intervals([(torch.arange(MILLION) // 2, torch.arange(MILLION) // 2 + 9)])),
     "longformer": Mask(window=(2048, 2048), global_tokens=((0, 64), (MILLION // 2, MILLION // 2 + 64))),
 }
 

@@ -8,6 +8,7 @@ from itertools import pairwise, product
 import torch
 from hypothesis import strategies as st
 
+from ringattn.ring.schedule.intervals import Intervals
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import UNLIMITED, BlockMask, Mask
 
@@ -73,7 +74,10 @@ def is_visible_pair(mask: Mask, query: int, key: int, row: int | None = None) ->
     if isinstance(mask, Window):
         in_window = query - mask.left <= key <= query + mask.right
         return in_window and query // mask.document == key // mask.document and (not mask.causal or key <= query)
-    if mask.causal and key > query and key >= mask.prefix:
+    in_island = any(start <= min(query, key) and max(query, key) < end for start, end in mask.islands)
+    if mask.causal and key > query and key >= mask.prefix and not in_island:
+        return False
+    if mask.intervals is not None and not any(lo <= key < hi for lo, hi in mask.intervals.table[:, :, query].tolist()):
         return False
     if mask.documents is not None and document_index(mask.documents, query) != document_index(mask.documents, key):
         return False
@@ -99,8 +103,8 @@ def document_index(documents: Documents, position: int) -> int | None:
 
 
 @st.composite
-def masks(draw: st.DrawFn, global_tokens: bool = False, used: bool = False) -> Mask:
-    """Draw a mask with any combination of fields, or a custom `Window`."""
+def masks(draw: st.DrawFn, parts: bool = False, used: bool = False) -> Mask:
+    """Draw a mask with any combination of fields, or a custom `Window`; ``parts`` also draws masks of several parts."""
     if draw(st.integers(0, 3)) == 0:
         side = st.integers(-2, 9)
         return Window(causal=draw(st.booleans()), left=draw(side), right=draw(side), document=draw(st.integers(1, 30)))
@@ -112,11 +116,26 @@ def masks(draw: st.DrawFn, global_tokens: bool = False, used: bool = False) -> M
         window=(draw(side), draw(side)),
         documents=None if cuts is None else Documents([0, *sorted(cuts), 48]),
         prefix=draw(st.integers(0, 30)) if causal else 0,
+        islands=tuple(draw(disjoint_runs())) if causal and draw(st.booleans()) else (),
         used=tuple(draw(st.lists(st.integers(0, 48), min_size=1, max_size=3)))
         if used and draw(st.booleans())
         else None,
-        global_tokens=tuple(draw(disjoint_runs())) if global_tokens else (),
+        global_tokens=tuple(draw(disjoint_runs())) if parts else (),
+        intervals=Intervals(draw(interval_pairs())) if parts and draw(st.booleans()) else None,
     )
+
+
+@st.composite
+def interval_pairs(draw: st.DrawFn, positions: int = 49) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Draw disjoint intervals with ascending ends; some queries see nothing, and their ends mean nothing."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
+    count, widest = draw(st.integers(1, 3)), draw(st.sampled_from([2, 10, positions]))
+    ends = torch.randint(positions, (positions, 2 * count), generator=generator) * widest // positions
+    ends = (ends + (torch.arange(positions)[:, None] * (positions - widest) // positions)).clamp(max=positions - 1)
+    ends = ends.sort(0).values.sort(1).values  # rows stay sorted when columns are
+    blind = torch.rand(positions, count, generator=generator) < draw(st.sampled_from([0.0, 0.1]))
+    lo = torch.where(blind, ends[:, 1::2], ends[:, ::2])
+    return [*zip(lo.T.contiguous(), ends[:, 1::2].T.contiguous(), strict=True)]
 
 
 @st.composite

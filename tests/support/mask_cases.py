@@ -14,6 +14,7 @@ from ringattn.comm import LocalGroup
 from ringattn.reference.masks import evaluate_masks
 from ringattn.reference.scores import AttentionOptions
 from ringattn.ring.prepare import Layouts, mask_from_options
+from ringattn.ring.schedule.intervals import Intervals
 from ringattn.ring.schedule.mask import BlockMask, Longformer
 from ringattn.ring.schedule.visibility import sent_keys
 from ringattn.ring.wire import Wire, resolve_grad_wire, resolve_wire
@@ -89,6 +90,8 @@ def reference_options(call: dict[str, Any]) -> AttentionOptions:
         options["cu_seqlens"] = options["cu_seqlens"].tolist()
     if isinstance(pattern, Longformer):
         options |= {"window_size": pattern.window, "global_tokens": pattern.global_tokens}
+    if isinstance(options.get("intervals"), Intervals):
+        options["intervals"] = [*options["intervals"].table]
     if isinstance(pattern, BlockMask):
         options |= {"block_mask": pattern.visible, "block_size": pattern.block}
     return cast(AttentionOptions, options)
@@ -267,7 +270,7 @@ def send_over_wire(x: Tensor, by: Wire | None) -> Tensor:
 
 def arrived_sequence(case: RingCase, rank: int) -> dict[str, Tensor]:
     """Return the sequence that a rank sees: its own keys exact, the others' after the wire."""
-    names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
+    names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "islands", "block_mask", "intervals")
     call = {name: value for name, value in case.call.items() if name in names}
     mask = mask_from_options(Layouts(case.layout, case.keys), case.whole["q"].shape[0], **call)
     wire = resolve_wire(case.ring["wire_dtype"], case.whole["k"].dtype)

@@ -114,7 +114,7 @@ def test_lines_fit_a_terminal(flags: str) -> None:
 def calls(draw: st.DrawFn, max_seqlen: int) -> CallSummary:
     """Draw a call with any layout and mask."""
     world, block = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    mask = draw(masks(global_tokens=True, used=True))
+    mask = draw(masks(parts=True, used=True))
     if draw(st.booleans()) and type(mask) is Mask:
         blocks = max_seqlen // block
         layout = draw(block_layouts(blocks, block, world, whole=True))
