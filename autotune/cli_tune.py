@@ -37,7 +37,7 @@ def tune_command(
     context: typer.Context,
     heads: Annotated[int, typer.Option(min=1, help="Query heads on one GPU.")] = 32,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1, help="Head dim of q and k, at most 256.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, help="Head dim of q and k, at most 512.")] = 128,
     value_dim: Annotated[int | None, typer.Option(min=1, help="Head dim of v; default: --head-dim.")] = None,
     dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="bf16, fp16 or fp32.")] = "bfloat16",
     seqlen: Annotated[Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens on one GPU.")] = "8k,32k",

@@ -33,8 +33,9 @@ from ..kernels import (
     attention_gradients,
     hopper_backward_launch,
 )
-from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS
+from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS, delta_warps
 from ..kernels.bounds import BlockSparseIndex
+from ..kernels.checks import MAX_HEAD_DIM
 from ..kernels.config import MIN_TILE_SIDE, built_in_config, single_pass_tile
 from ..kernels.gpu import ARCHS, assumed_gpu
 from ..kernels.launch import TMA_ARCH, is_tma_head_dim
@@ -400,10 +401,11 @@ def _parse_spec(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
     """
     arch, dtype, dims, *words = [*spec.split(":"), "", ""] if spec.count(":") < 2 else spec.split(":")
     arch, parts = arch.removeprefix("sm_"), dims.split("/")
-    if not (arch.isdecimal() and len(parts) <= 2 and all(dim.isdecimal() and 1 <= int(dim) <= 256 for dim in parts)):
+    is_valid = all(dim.isdecimal() and 1 <= int(dim) <= MAX_HEAD_DIM for dim in parts)
+    if not (arch.isdecimal() and len(parts) <= 2 and is_valid):
         raise ValueError(
-            f"spec is {spec!r}: it must be ARCH:DTYPE:D or ARCH:DTYPE:D/Dv with head dims from 1 to 256, such as "
-            "90:bf16:128, and words can follow"
+            f"spec is {spec!r}: it must be ARCH:DTYPE:D or ARCH:DTYPE:D/Dv with head dims from 1 to {MAX_HEAD_DIM}, "
+            "such as 90:bf16:128, and words can follow"
         )
     for word, (kernel, options) in HOPPER.items():
         if word in words:
@@ -491,7 +493,7 @@ def default_variants(arch: int, dtype: str, head_dim: int, dim_v: int, tile: Til
         )
         reduce_tile = replace(dkdv, num_warps=REDUCE_WARPS, num_stages=1)
         yield KernelVariant("reduce", arch, dtype, head_dim, dim_v, reduce_tile, role, full)
-    delta_tile = Tile(DELTA_BLOCK, DELTA_BLOCK, 4, 1)
+    delta_tile = Tile(DELTA_BLOCK, DELTA_BLOCK, delta_warps(dim_v), 1)
     yield KernelVariant("delta", arch, dtype, head_dim, dim_v, delta_tile, "only", full=True, grouped=False)
     for kernel, dim in product(FP8, dict.fromkeys((head_dim, dim_v))):
         fp8_tile = Tile(SCALE_TOKENS, SCALE_TOKENS, num_warps(dim), 1)

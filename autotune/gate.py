@@ -23,7 +23,7 @@ from .compile import MEMORY_BOUND, KernelVariant, RecordedLaunch, compile_launch
 from .sass import Loop, matrix_loops
 from .wrong_code import in_place_races, known_miscompiles, launch_tensors, wgmma_hazards
 
-CLEAN_HEAD_DIM = 128
+CLEAN_HEAD_DIM = 512
 TURN_TAKING_KERNEL = "single_pass_deterministic"
 MAX_LOCAL_OPS = 16
 """Spill instructions that a loop of the deterministic single pass may have; its default tiles have up to 6."""

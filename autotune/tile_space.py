@@ -13,7 +13,9 @@ from math import log2
 from typing import Any
 
 from ..kernels import Tile
-from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS
+from ..kernels.checks import MAX_HEAD_DIM
+from ..kernels.config import EPILOGUES, FORWARD_KERNELS, MIN_TILE_SIDE, ORDERS, value_columns
+from ..kernels.device.tile_ops import MAX_PART_WIDTH
 from ..kernels.gpu import ARCHS, GpuSpec, assumed_gpu, shared_limit
 from ..kernels.hopper_forward_launch import FORWARD_HEAD_DIMS, check_forward_tile
 from ..kernels.tables import (
@@ -50,8 +52,8 @@ class ModelShape:
         if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"heads is {self.heads}: it must be a multiple of kv_heads, {self.kv_heads}")
         for name in ("head_dim", "value_dim"):
-            if not 1 <= getattr(self, name) <= 256:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be between 1 and 256")
+            if not 1 <= getattr(self, name) <= MAX_HEAD_DIM:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be between 1 and {MAX_HEAD_DIM}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
 
@@ -130,8 +132,11 @@ SCHEDULE_FIELDS: dict[str, FieldValues] = {
 MAX_THREAD_VALUES = 224
 """Maximum number of fp32 accumulators and scores per thread, out of 255 registers."""
 
-MIN_THREAD_SCORES = 8
-"""Minimum number of scores per thread; with fewer, a warp's part is smaller than one matrix instruction."""
+MIN_THREAD_SCORES, MIN_WIDE_THREAD_SCORES = 8, 2
+"""Minimum number of scores per thread; with fewer, a warp's part is smaller than one matrix instruction.
+
+Head dims above ``MAX_PART_WIDTH`` leave room for small tiles only.
+"""
 
 TENSOR_MEMORY_ARCHS = (100, 103)
 """Compute capabilities whose accumulators are in tensor memory, not in registers."""
@@ -172,9 +177,15 @@ def _choices(field_values: FieldValues) -> Iterator[dict[str, Any]]:
 
 def _tiles(point: TuningPoint) -> list[Tile]:
     """Return every combination of tile sides, warps and stages that is tried for a kernel."""
-    resident, streamed = (FLOAT32_SIDES, FLOAT32_SIDES) if point.dtype == "fp32" else (RESIDENT_ROWS, STREAMED_ROWS)
+    rows = (MIN_TILE_SIDE, *RESIDENT_ROWS) if is_wide(point) else RESIDENT_ROWS
+    resident, streamed = (FLOAT32_SIDES, FLOAT32_SIDES) if point.dtype == "fp32" else (rows, STREAMED_ROWS)
     queries, keys = (resident, streamed) if point.kernel in ("forward", "dq") else (streamed, resident)
     return [Tile(*sizes) for sizes in product(queries, keys, WARPS, STAGES)]
+
+
+def is_wide(point: TuningPoint) -> bool:
+    """Return True if a head dim takes more columns than a matrix instruction has."""
+    return max(point.head_dim, point.head_dim_v) > MAX_PART_WIDTH
 
 
 def is_worth_compiling(tile: Tile, point: TuningPoint, arch: int) -> bool:
@@ -186,10 +197,11 @@ def is_worth_compiling(tile: Tile, point: TuningPoint, arch: int) -> bool:
         return True  # registers and shared memory are fixed by the kernel
     longest = max(min(RESIDENT_ROWS), 1 << (point.length - 1).bit_length())
     scores, threads = tile.block_q * tile.block_k, 32 * tile.num_warps
+    least = MIN_WIDE_THREAD_SCORES if is_wide(point) else MIN_THREAD_SCORES
     return (
         min_shared_bytes(point, tile) <= shared_limit(arch)
         and max(tile.block_q, tile.block_k) <= longest
-        and scores >= min(MIN_THREAD_SCORES * threads, longest * longest)  # a short shard cannot have a larger tile
+        and scores >= min(least * threads, longest * longest)  # a short shard cannot have a larger tile
         and (arch in TENSOR_MEMORY_ARCHS or register_values(tile, point) <= MAX_THREAD_VALUES * threads)
     )
 
@@ -222,7 +234,7 @@ def register_values(tile: Tile, point: TuningPoint) -> int:
     """Return the number of fp32 values of a program in registers: accumulators, scores and gradients of scores."""
     scores = tile.block_q * tile.block_k
     if point.kernel == "forward":
-        return tile.block_q * point.head_dim_v + scores
+        return tile.block_q * value_columns(tile, point.head_dim_v) + scores
     if point.kernel == "dq":
         return tile.block_q * point.head_dim + 2 * scores
     # the dQ tile of a single pass does not count, because it reuses the registers of the scores

@@ -22,6 +22,7 @@ from .checks import (
 from .config import KernelConfig, Tile, is_single_pass
 from .device.backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .device.forward import forward_kernel
+from .device.tile_ops import MAX_PART_WIDTH
 from .device.tiles import LaunchShape
 from .hopper_forward_launch import launch_hopper_forward, runs_hopper_forward
 from .launch import (
@@ -55,6 +56,11 @@ DELTA_BLOCK = 64
 """Queries per program of `delta_kernel`: enough loads in flight, and few idle rows at the end of a shard."""
 
 
+def delta_warps(head_dim_v: int) -> int:
+    """Return the warps per program with which `delta_kernel` does not spill in fp32."""
+    return 4 if head_dim_v <= MAX_PART_WIDTH else 8
+
+
 class ForwardLauncher(QueryLauncher):
     """Forward of one query tensor over one key shard after another; the kernel updates the softmax state."""
 
@@ -81,13 +87,19 @@ class ForwardLauncher(QueryLauncher):
         ):
             launch_hopper_forward(q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._descriptors)
             return
-        state_arg = self._cached_carried(result if out is None else out)
-        launch(
-            forward_kernel, plan.grid, q.device,
-            self._q_arg, strided_tensor(k), strided_tensor(v), state_arg, self._cached_carried(result), lse,
-            mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores),
-            HAS_STATE=out is not None, IN_PLACE=in_place, **plan.options,
-        )  # fmt: skip
+        for columns in plan.value_parts:
+            # All launches read the carried lse, and only the last one may update it.
+            is_last = columns is plan.value_parts[-1]
+            v_part, state, part = (
+                x if columns is None else x[..., columns] for x in (v, result if out is None else out, result)
+            )
+            launch(
+                forward_kernel, plan.grid, q.device,
+                self._q_arg, strided_tensor(k), strided_tensor(v_part), self._cached_carried(state),
+                self._cached_carried(part), lse if is_last or out is None else lse.clone(),
+                mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores),
+                HAS_STATE=out is not None, IN_PLACE=in_place, **plan.options | {"HEAD_DIM_V": v_part.shape[3]},
+            )  # fmt: skip
 
     def result(self) -> Pair:
         """Return ``(out, lse)`` after the final shard."""
@@ -241,7 +253,7 @@ def attention_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Te
     launch(
         delta_kernel, grid_size(rows, DELTA_BLOCK, out), out.device,
         strided_tensor(dout), strided_tensor(out), dlse, delta, LaunchShape(rows, rows, heads, 1),
-        HEAD_DIM_V=out.shape[3], BLOCK_Q=DELTA_BLOCK, num_warps=4,
+        HEAD_DIM_V=out.shape[3], BLOCK_Q=DELTA_BLOCK, num_warps=delta_warps(out.shape[3]),
     )  # fmt: skip
     return delta
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .scores import Scores
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_SCALE = 1e30
 """Largest softmax scale and softcap. Above it, score / cap leaves the range of fp32."""
 MIN_SCALE = 1e-30

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .device.tile_ops import MAX_PART_WIDTH
+
 MIN_TILE_SIDE = 16
+MAX_WIDE_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,14 @@ def is_single_pass(config: KernelConfig | None) -> bool:
     return config is not None and config.backward != "two_pass"
 
 
+def value_columns(tile: Tile, head_dim_v: int) -> int:
+    """Return how many columns of v a forward program takes; further columns take launches that repeat the scores.
+
+    The accumulators of more than ``MAX_WIDE_ROWS`` rows fit the registers only up to ``MAX_PART_WIDTH`` columns.
+    """
+    return head_dim_v if tile.block_q <= MAX_WIDE_ROWS else min(head_dim_v, MAX_PART_WIDTH)
+
+
 # Untuned defaults. For 16-bit inputs and head dims up to 128, each is the first tile that compiles on Triton 3.6 to 3.9
 # without spills and without serialised wgmma in the loop over tiles (`bench/NOTES.md` has the survey). The search began
 # at 128 query rows per K/V tile (128 keys in dK/dV), as in Triton's fused-attention tutorial. None was timed on a GPU
@@ -139,26 +150,31 @@ _HOPPER = {  # 227 KB of shared memory; wgmma needs 8 warps to split 128 x 128 a
     64: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 1), Tile(64, 128, 8, 1)),
     128: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 1)),
     256: KernelConfig(Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
+    512: KernelConfig(Tile(128, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 16, 8, 1)),
 }
 _BLACKWELL = {  # accumulators in tensor memory, softmax in registers: 128 x 128 scores spill there, 64 keys do not
     64: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
     128: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
     256: KernelConfig(Tile(64, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
+    512: _HOPPER[512],
 }
 _AMPERE = {  # 163 KB; mma.sync keeps operands in registers: smaller tiles, deeper pipelines
     64: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
     128: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(16, 128, 8, 2)),
     256: KernelConfig(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
+    512: KernelConfig(Tile(32, 64, 8, 1), Tile(32, 64, 8, 1), Tile(32, 16, 4, 1)),
 }
 _SMALL = {  # sm_86, sm_89, sm_120: mma.sync and 99 KB per block
     64: _AMPERE[64],
     128: KernelConfig(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(16, 128, 8, 2)),
     256: KernelConfig(Tile(64, 32, 8, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    512: KernelConfig(Tile(32, 32, 8, 2), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
 }
 _FLOAT32 = {  # tf32x3 holds every operand twice, in 4-byte elements: small tiles on every GPU
     64: KernelConfig(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
     128: KernelConfig(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     256: KernelConfig(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    512: KernelConfig(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
 INTERPRETER_CONFIG = KernelConfig(
     Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)

@@ -17,7 +17,7 @@ from .bounds import Bounds
 from .compile_target import compile_target
 from .config import MIN_TILE_SIDE, KernelConfig, Tile
 from .device.score_modifiers import NO_MODIFIERS, DropoutCounter, ScoreModArgs
-from .device.tile_ops import dot
+from .device.tile_ops import MAX_PART_WIDTH, dot
 from .device.tiles import BlockSparseRanges, LaunchShape, MaskInterval, StridedTensor
 from .gpu import gpu_specs
 from .scores import PLAIN, Scores
@@ -174,8 +174,8 @@ def check_descriptor_support(q: Tensor, v: Tensor) -> None:
     for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):
         if not is_tma_head_dim(head_dim):
             raise ValueError(
-                f"{name} has head dim {head_dim}: {DESCRIPTOR_ERROR_PREFIX} powers of two of at least "
-                f"{MIN_TILE_SIDE}. Use 'pointers'."
+                f"{name} has head dim {head_dim}: {DESCRIPTOR_ERROR_PREFIX} powers of two from {MIN_TILE_SIDE} to "
+                f"{MAX_PART_WIDTH}. Use 'pointers'."
             )
 
 
@@ -193,8 +193,8 @@ def check_tma_alignment(error_prefix: str, **tensors: Tensor | None) -> None:
 
 
 def is_tma_head_dim(head_dim: int) -> bool:
-    """Return True if ``head_dim`` is a power of two of at least 16, so that TMA moves whole rows of a tile."""
-    return head_dim >= MIN_TILE_SIDE and head_dim & (head_dim - 1) == 0
+    """Return True if ``head_dim`` is a power of two from 16 to 256, so that TMA moves whole rows of a tile."""
+    return MIN_TILE_SIDE <= head_dim <= MAX_PART_WIDTH and head_dim & (head_dim - 1) == 0
 
 
 def is_tma_aligned(x: Tensor) -> bool:

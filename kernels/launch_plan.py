@@ -22,6 +22,7 @@ from .config import (
     built_in_config,
     is_single_pass,
     single_pass_tile,
+    value_columns,
 )
 from .device.tiles import LaunchShape, StridedTensor
 from .gpu import gpu_or_interpreter, gpu_specs, shared_limit
@@ -251,6 +252,8 @@ class LaunchPlan(NamedTuple):
     is_hopper: bool = False
     dq_descriptor: Any = None
     """TMA descriptor with which a single pass adds to dQ, or None for atomics."""
+    value_parts: tuple[slice | None, ...] = (None,)
+    """Columns of v of each launch of the forward; None for all columns."""
 
 
 class QueryLauncher:
@@ -282,7 +285,10 @@ class QueryLauncher:
     def _make_plan(self, tile: Tile, config: KernelConfig | None, kernel: str, k: Tensor, v: Tensor) -> LaunchPlan:
         grid, shape = tile_schedule(config, packed_shape(config, launch_shape(self._q, k)), tile, (k, v))
         hopper = kernel == "forward" and config is not None and config.forward_kernel == "hopper"
-        return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **tile_options(tile)}, is_hopper=hopper)
+        options = {**head_dims(self._q, v), **tile_options(tile)}
+        dim_v, width = v.shape[3], value_columns(tile, v.shape[3])
+        parts = tuple(slice(begin, begin + width) if width < dim_v else None for begin in range(0, dim_v, width))
+        return LaunchPlan(tile, config, grid, shape, options, is_hopper=hopper, value_parts=parts)
 
     def _cached_carried(self, x: Tensor) -> StridedTensor:
         """Return the kernel argument for ``x``, cached for the last tensor because all launches update the same one."""

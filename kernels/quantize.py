@@ -89,5 +89,8 @@ def launch_fp8_kernel(kernel: Any, x: Tensor, *args: Any) -> None:
 
 
 def num_warps(head_dim: int) -> int:
-    """Return the warps per program that give each thread ``ELEMENTS_PER_THREAD`` elements of the padded tile."""
-    return SCALE_TOKENS * max(16, int(triton.next_power_of_2(head_dim))) // (32 * ELEMENTS_PER_THREAD)
+    """Return the warps per program that give each thread ``ELEMENTS_PER_THREAD`` elements of the padded tile.
+
+    Above head dim 256 each thread has twice as many, because 32 warps leave it only 64 registers.
+    """
+    return min(SCALE_TOKENS * max(16, int(triton.next_power_of_2(head_dim))) // (32 * ELEMENTS_PER_THREAD), 16)

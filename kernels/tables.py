@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .config import EPILOGUES, FORWARD_KERNELS, ORDERS, KernelConfig, Tile
+from .config import EPILOGUES, FORWARD_KERNELS, ORDERS, KernelConfig, Tile, value_columns
 from .gpu import GpuSpec, shared_limit
 from .json_files import convert_json, read_object
 
@@ -179,7 +179,8 @@ def min_shared_bytes(point: TuningPoint, tile: Tile) -> int:
     """
     rows = tile.block_k if point.kernel in ("forward", "dq") else tile.block_q
     element_size = 4 if point.dtype == "fp32" else 2
-    stage = rows * (point.head_dim + point.head_dim_v) * element_size
+    dim_v = value_columns(tile, point.head_dim_v) if point.kernel == "forward" else point.head_dim_v
+    stage = rows * (point.head_dim + dim_v) * element_size
     return stage * (tile.num_stages - 1)
 
 

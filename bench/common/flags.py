@@ -36,7 +36,7 @@ SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 WIRE_DTYPES = ("bfloat16", "float8_e4m3fn")
 GRAD_WIRE_DTYPES = ("float32", "bfloat16")
-MAX_HEAD_DIM = 256  # of the Triton kernels
+MAX_HEAD_DIM = 512  # of the Triton kernels
 KV_SLOTS = 3  # default of Ring
 TIMERS = ("events", "graph", "clock")
 """Ways to time a run: CUDA events, events around the replay of a CUDA graph, or the host's clock.

@@ -40,7 +40,7 @@ def demo(
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     heads: flags.Heads = 4,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 2,
-    head_dim: Annotated[int, typer.Option(min=2, max=256)] = 32,
+    head_dim: Annotated[int, typer.Option(min=2, max=flags.MAX_HEAD_DIM)] = 32,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the decoder.")] = 2,
     dtype: flags.Dtype = "float32",
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = 3e-3,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import load_part, padded_width, store_part
+from .tile_ops import MAX_PART_WIDTH, load_part, padded_width, store_part
 from .tiles import program_placement, select_head
 
 FP32_FRACTION, FP32_BIAS = 23, 127
@@ -48,26 +48,32 @@ def decode_e4m3(code):
     return tl.where((code & 0x7F) == E4M3_NAN, float("nan"), bits.to(tl.float32, bitcast=True) * EXPONENT_REBIAS)
 
 
+@triton.constexpr_function
+def rows_in_registers(block, head_dim):
+    """Return the rows of a piece of a tile: a half, or an eighth if the head dim exceeds MAX_PART_WIDTH."""
+    return block // (2 if head_dim <= MAX_PART_WIDTH else 8)
+
+
 @triton.jit
 def quantize_kernel(x, out, scale, shape, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Compute the codes (bytes) and the scale of BLOCK tokens of one head.
 
-    A program reads the tile twice in halves, because a tile of 128 x 256 does not fit in registers. The second read
+    A program reads the tile twice in pieces, because a tile of 128 x 256 does not fit in registers. The second read
     hits the cache.
     """
     tile, batch, head = program_placement(shape, BLOCK)
     x, out = select_head(x, batch, head), select_head(out, batch, head)
-    HALF: tl.constexpr = BLOCK // 2
-    largest = tl.zeros([HALF, padded_width(HEAD_DIM)], tl.float32)
-    for start in range(0, BLOCK, HALF):
-        offs = tile * BLOCK + start + tl.arange(0, HALF)
+    STEP: tl.constexpr = rows_in_registers(BLOCK, HEAD_DIM)
+    largest = tl.zeros([STEP, padded_width(HEAD_DIM)], tl.float32)
+    for start in range(0, BLOCK, STEP):
+        offs = tile * BLOCK + start + tl.arange(0, STEP)
         size = tl.abs(load_part(x, offs, shape.rows, 0, padded_width(HEAD_DIM), HEAD_DIM, True).to(tl.float32))
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))  # also skips NaN
     step = tl.maximum(tl.div_rn(tl.max(tl.max(largest, 1), 0), E4M3_MAX), SMALLEST_SCALE)
     tl.store(scale + (batch * tl.cdiv(shape.rows, BLOCK) + tile) * shape.heads + head, step)
     inverse = tl.div_rn(1.0, step)
-    for start in range(0, BLOCK, HALF):
-        offs = tile * BLOCK + start + tl.arange(0, HALF)
+    for start in range(0, BLOCK, STEP):
+        offs = tile * BLOCK + start + tl.arange(0, STEP)
         x_rows = load_part(x, offs, shape.rows, 0, padded_width(HEAD_DIM), HEAD_DIM, True).to(tl.float32)
         sign = (x_rows.to(tl.int32, bitcast=True) >> 24) & 0x80
         code = tl.where(tl.abs(x_rows) < float("inf"), encode_e4m3(x_rows * inverse) | sign, E4M3_NAN)

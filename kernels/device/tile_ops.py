@@ -11,18 +11,21 @@ import triton.language as tl
 from .tiles import LOG2_E
 
 MIN_PART_WIDTH = 16  # smallest number of columns of a matrix instruction
+MAX_PART_WIDTH = 256  # largest number of columns of a matrix instruction
 
 
 @triton.constexpr_function
 def first_part_width(head_dim):
     """Return the columns of the first part: a power of two of at least MIN_PART_WIDTH.
 
-    A head dim is split in two parts, such as 192 into 128 and 64, if that takes fewer columns than padding.
+    A head dim is split in two parts, such as 192 into 128 and 64, if that takes fewer columns than padding, or if it is
+    larger than MAX_PART_WIDTH.
     """
     power_of_two = triton.next_power_of_2(head_dim)
     half = power_of_two // 2
     rest = max(triton.next_power_of_2(head_dim - half), MIN_PART_WIDTH)
-    return half if half >= MIN_PART_WIDTH and half + rest < power_of_two else padded_width(head_dim)
+    is_narrower = half >= MIN_PART_WIDTH and half + rest < power_of_two
+    return half if is_narrower or power_of_two > MAX_PART_WIDTH else padded_width(head_dim)
 
 
 @triton.constexpr_function

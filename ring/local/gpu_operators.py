@@ -150,7 +150,7 @@ GPU_BACKENDS = (
     OperatorAttention(
         "fa3", Operator(fa3_forward, fa3_backward), supports=HALF_ON_GPU, accepts=fa3_accepts, load=load_fa3,
         limits="equal head dims up to 256 (deterministic: 192) on 8.0 to 9.0, on 9.0 also 192 with 128, and up to 64 "
-        "of q and k with any of v",
+        "of q and k with up to 256 of v",
     ),
     OperatorAttention(
         "fa4", Operator(fa4_forward, fa4_backward), supports=HALF_ON_GPU, accepts=fa4_accepts, load=load_fa4,

@@ -32,7 +32,7 @@ from ..support.tune_cases import POINT
 POINTS = [
     TuningPoint(kernel, dtype, dims[0], dims[1], 4, mask, 8192)
     for kernel, dtype, dims, mask in product(
-        TUNED_KERNELS, ("bf16", "fp32"), ((64, 64), (128, 128), (192, 128), (256, 256)), ("full", "bounded")
+        TUNED_KERNELS, ("bf16", "fp32"), ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)), ("full", "bounded")
     )
 ]
 
@@ -141,7 +141,7 @@ def test_points_of_a_model() -> None:
 @pytest.mark.parametrize(("made", "message"), [
     (lambda: ModelShape(6, 4, 64, 64), "heads is 6: it must be a multiple of kv_heads, 4"),
     (lambda: ModelShape(6, 0, 64, 64), "heads is 6"),
-    (lambda: ModelShape(4, 4, 64, 257), "value_dim is 257: it must be between 1 and 256"),
+    (lambda: ModelShape(4, 4, 64, 513), "value_dim is 513: it must be between 1 and 512"),
     (lambda: ModelShape(4, 4, 64, 64, "fp8"), "dtype is 'fp8': it must be one of bf16, fp16, fp32"),
     (lambda: model_points(ModelShape(1, 1, 64, 64), [8192, 0], causal=True), "seqlen is [8192, 0]: it must have"),
     (lambda: gpu_for_arch("sm_91"), "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),

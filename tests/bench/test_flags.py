@@ -33,7 +33,7 @@ def test_counts_are_printed_with_si_prefixes(count: float, unit: str, expected: 
 
 def test_flag_values_are_parsed() -> None:
     assert flags.sizes("8k, 2K ,5,1m,2g") == [8192, 2048, 5, 2**20, 2**31] and flags.counts("1,2") == [1, 2]
-    assert flags.parse_window("4k,-1") == (4096, -1) and flags.head_dims("1,256") == [1, 256]
+    assert flags.parse_window("4k,-1") == (4096, -1) and flags.head_dims("1,512") == [1, 512]
     assert flags.dtype_names("bf16, float32") == ["bfloat16", "float32"] and flags.wire_dtype("bf16") == "bfloat16"
     assert flags.parse_pattern("bigbird,block=8,window=2,global=1,random=3,seed=5").parameters["seed"] == 5
 
@@ -41,7 +41,7 @@ def test_flag_values_are_parsed() -> None:
 @pytest.mark.parametrize(("check", "arguments", "message"), [
     *((parse_size_text, (text,), "a whole number below 10^18") for text in ("", "-1", "1.5k", "9" * 19)),
     (flags.counts, ("2,0",), "'0': it must be a whole number from 1"),
-    (flags.head_dims, ("64,257",), "'257': it must be a whole number from 1 to 256"),
+    (flags.head_dims, ("64,513",), "'513': it must be a whole number from 1 to 512"),
     (flags.parse_window, ("3",), "'3' is not a window"),
     (flags.dtype_name, ("int8",), "'int8': it must be one of fp32, bf16, fp16, float16"),
     (flags.grad_wire_dtype, ("float8_e4m3fn",), "one of fp32, bf16, float32, bfloat16"),

@@ -73,7 +73,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     r"v is torch.float16 and q is torch.float32: .* same dtype": {"v": zeros(2, 6, 2, 24, dtype=torch.float16)},
     r"k is on meta and q is on cpu: .* same device": {"k": zeros(2, 6, 2, 16, device=META)},
     r"k has batch size 3 and q has 2: they must be equal": {"k": zeros(3, 6, 2, 16)},
-    r"q has head dim 257: it must be between 1 and 256": {"q": zeros(2, 8, 4, 257)},
+    r"q has head dim 513: it must be between 1 and 512": {"q": zeros(2, 8, 4, 513)},
     r"v has strides \(576, 96, 48, 2\): the last stride must be 1": {"v": unaligned(2, 6, 2, 24)},
     r"k has head dim 32 and q has 16: they must be equal": {"k": zeros(2, 6, 2, 32)},
     r"v has shape \[2, 6, 1, 24\] and k has \[2, 6, 2, 16\]: .* must be equal": {"v": zeros(2, 6, 1, 24)},

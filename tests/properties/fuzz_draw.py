@@ -194,7 +194,19 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
     elif not large and run != "kernels" and rng.random() < 0.1:
         pattern = draw_longformer(rng, min(tokens, 12) if triton else tokens)
     heads, batch = ring.get("chunks", 1) + rng.choice([0, 0, 1]), rng.choice([1, 1, 2, 2, 3])
-    dims = [(16, 16), (16, 16), (16, 8), (8, 16), (24, 5), (1, 1), (64, 64), (3, 70), (192, 128), (256, 256)]
+    dims = [
+        (16, 16),
+        (16, 16),
+        (16, 8),
+        (8, 16),
+        (24, 5),
+        (1, 1),
+        (64, 64),
+        (3, 70),
+        (192, 128),
+        (256, 256),
+        (512, 320),
+    ]
     share = rng.choice([None, None, None, None, 0.1, 0.5, 0.9])
     call: Literals = {
         "seed": rng.randrange(1000),
@@ -205,7 +217,7 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
         "short": rng.randrange(block),
         "batch": 0 if rng.random() < 0.02 else batch,
         "heads": [heads * rng.choice([1, 1, 2, 3]), heads],
-        "dims": [rng.randint(1, 256), rng.randint(1, 256)] if rng.random() < 0.06 else [*rng.choice(dims)],
+        "dims": [rng.randint(1, 512), rng.randint(1, 512)] if rng.random() < 0.06 else [*rng.choice(dims)],
         "dtype": rng.choice(["float32", "float16", "float16" if triton else "bfloat16"]),
         "strides": rng.choice(["contiguous", "packed", "transposed"]),
         "host": rng.choice(["list", "int32", "int64"]),

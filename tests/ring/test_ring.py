@@ -23,6 +23,7 @@ from ringattn.ring import ring as ring_module
 from ringattn.ring.buffers import PostKey, RingCall
 from ringattn.ring.ring import default_ring
 
+from ..support.kernel_cases import tiles
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ranks, run_ring
 from ..support.transport_cases import CallbackFence, wait_until
@@ -59,6 +60,7 @@ def test_aten_ring_is_exact_in_16_bit(name: str, world: int, dtype: torch.dtype)
 
 
 TRITON = {"causal": True, "backend": "triton"}
+TWO_LAUNCHES = tiles(64, 32)  # of the forward: 64 rows have at most 256 columns of v each
 TWO_LEVELS = {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
 
 
@@ -74,6 +76,9 @@ TWO_LEVELS = {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
         (Layout.contiguous(40, 3), {"dtype": torch.float16}, TRITON),
         pytest.param(SPANS, {}, TRITON | {"ring": {"direction": -1}}, marks=pytest.mark.nightly),
         (SPANS, {}, {"causal": True, "backend": "aten"}),
+        (Layout.zigzag(40, 2), {"dims": (320, 512), "dtype": torch.float16}, TRITON | {"config": TWO_LAUNCHES}),
+        (Layout.striped(40, 2), {"dims": (512, 300)}, TRITON),
+        (Layout.striped(40, 2), {"dims": (512, 512)}, {"causal": True, "backend": "aten"}),
         (Layout.contiguous(2, 4), {}, TRITON),  # fewer tokens than ranks
         (Layout.contiguous(2, 4), {}, {"causal": True, "backend": "aten"}),
     ],
