@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn.reference import masks
-from ringattn.ring import ops, prepare, shards
+from ringattn.ring import moves, ops, prepare, shards
 
 from .fuzz import Fuzz, main, search
 from .fuzz_draw import BASE, WRONG, Literals, draw_line
@@ -88,6 +88,7 @@ def refuse(*_: object) -> None:
         (masks, "is_causal", lambda prefix: lambda q, k: k < q, {"causal": True}, "out: error"),
         (prepare, "check_args", refuse, {"spoil": ["window_size", 4, -1]}, "window_size: no error that names it"),
         (shards, "exchange", lambda ring, xs, shapes: [-x for x in xs], {"unshard": [1, "sum"]}, "unshard puts"),
+        (moves, "_sum_rows", lambda x, dim, indices, out=None: x, {"move": ["roll", 1, 3]}, "gets other tokens"),
     ],
 )
 def test_injected_defects_are_found(
