@@ -78,8 +78,8 @@ def halo(
     """Return this rank's runs of tokens, each with ``left`` positions before it and ``right`` after it. Differentiable.
 
     A run is a longest sequence of consecutive positions on this rank, inside one document if there are several. The
-    runs come in ascending order: one in a contiguous layout, two in a zigzag one, one per token in a striped one. So a
-    convolution of ``left + 1 + right`` taps without padding, applied to each piece, gives the results of the run's
+    runs come in ascending order: one in a contiguous layout, up to two in a zigzag one, one per token in a striped one.
+    So a convolution of ``left + 1 + right`` taps without padding, applied to each piece, gives the results of the run's
     tokens, and their concatenation along ``dim`` is this rank's shard of the result. Positions outside of the document
     or of the sequence are zeros.
 
