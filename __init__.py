@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Layout,
         LayoutLike,
         LocalAttention,
+        PrefixTree,
         RectangleAttention,
         Ring,
         Session,
@@ -34,6 +35,7 @@ __all__ = [
     "LayoutLike",
     "LocalAttention",
     "LocalWorld",
+    "PrefixTree",
     "RectangleAttention",
     "Ring",
     "Session",
@@ -71,8 +73,8 @@ _FOLDERS = (
     "tools",
 )
 _RING = (
-    "Documents Layout LayoutLike LocalAttention RectangleAttention Ring Session Supports checkpoint_policy merge "
-    "positions register_backend ring_attention shard unshard"
+    "Documents Layout LayoutLike LocalAttention PrefixTree RectangleAttention Ring Session Supports "
+    "checkpoint_policy merge positions register_backend ring_attention shard unshard"
 )
 _HOME = dict.fromkeys(_RING.split(), "ring")
 _HOME |= dict.fromkeys(("LocalWorld", "single_rank"), "comm")
