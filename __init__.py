@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Layout,
         LayoutLike,
         LocalAttention,
+        PrefixTree,
         RectangleAttention,
         Ring,
         Session,
@@ -37,6 +38,7 @@ __all__ = [
     "LayoutLike",
     "LocalAttention",
     "LocalWorld",
+    "PrefixTree",
     "RectangleAttention",
     "Ring",
     "Session",
@@ -77,7 +79,7 @@ _FOLDERS = (
     "tools",
 )
 _RING = (
-    "Documents Layout LayoutLike LocalAttention RectangleAttention Ring Session Supports checkpoint_policy halo "
+    "Documents Layout LayoutLike LocalAttention PrefixTree RectangleAttention Ring Session Supports checkpoint_policy halo "
     "merge positions register_backend relayout ring_attention roll shard unshard"
 )
 _HOME = dict.fromkeys(_RING.split(), "ring")

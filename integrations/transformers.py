@@ -31,7 +31,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from .. import Documents, Layout, LayoutLike, Ring, Session, ring_attention
+from .. import Documents, Layout, LayoutLike, PrefixTree, Ring, Session, ring_attention
 from ..comm import GroupLike, resolve_group
 
 NAME = "ringattn"
@@ -67,7 +67,10 @@ class Sharding:
     group: GroupLike = None
     ring: Ring | None = None
     cu_seqlens: tuple[int, ...] | None = None
+    islands: tuple[tuple[int, int], ...] = ()
+    tree: PrefixTree | None = None
     tokens: int = 0  # tokens of this rank in the last attention call, if there are several ranks
+    has_islands: bool = False  # True if a mask of the model has shown images to themselves
 
     def resolve(self, tokens: int, device: torch.device) -> tuple[Session, Layout]:
         """Return the session, and the layout of a sequence of which this rank has ``tokens``.
@@ -86,14 +89,42 @@ class Sharding:
         expected = layout.lengths[session.rank]
         if expected != tokens:
             raise ValueError(f"the model got {tokens} tokens: the layout gives rank {session.rank} {expected} tokens")
+        if self.tree is not None and self.tree.tokens != total:
+            raise ValueError(f"tree has {self.tree.tokens} tokens: the layout has {total}")
         return session, layout
 
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of this rank's tokens within their documents, int64 ``[S]``."""
+        """Return the positions of this rank's tokens within their documents or on their paths, int64 ``[S]``."""
         session, layout = self.resolve(tokens, device)
         where = layout.positions(session.rank)
+        if self.tree is not None:
+            return self.tree.positions[where].to(device)
         start = 0 if self.cu_seqlens is None else Documents(self.cu_seqlens).document_bounds(where)[0]
         return (where - start).to(device)
+
+    def check_islands(self, blocks: torch.Tensor, longest: int | None) -> None:
+        """Raise unless the tokens that a model puts into blocks, ``blocks[b, s] >= 0``, are those of the islands.
+
+        Raises:
+            ValueError: A token is in a block and in no island, or the other way round.
+            NotImplementedError: An island has more than ``longest`` tokens, the window that does not limit it.
+        """
+        session, layout = self.resolve(blocks.shape[1], blocks.device)
+        where, self.has_islands = layout.positions(session.rank), True
+        inside = torch.zeros(len(where), dtype=torch.bool)
+        for begin, end in self.islands:
+            inside |= (begin <= where) & (where < end)
+        if len(differ := ((blocks >= 0).cpu() != inside).nonzero()):
+            position = int(where[differ[0, 1]])
+            with session.call():  # tells the other ranks why this rank does not join the call
+                raise ValueError(
+                    f"islands and the batch disagree on the token at position {position}: only one has it in an image. "
+                    "Pass the ranges of all image tokens to sharded."
+                )
+        if longest is not None and any(end - begin > longest for begin, end in self.islands):
+            raise NotImplementedError(
+                f"an island is longer than {longest}, the window of a mask that does not limit islands"
+            )
 
 
 @dataclass
@@ -108,6 +139,7 @@ class MaskSpec:
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     chunk_size: int | None = None
+    has_islands: bool = False
     positions_checked: bool = False
     checked_config: Any = None  # the last config that passed `_check_config`
 
@@ -152,6 +184,8 @@ def sharded(
     group: GroupLike = None,
     *,
     cu_seqlens: Iterable[int] | torch.Tensor | None = None,
+    islands: Iterable[tuple[int, int]] = (),
+    tree: PrefixTree | None = None,
     ring: Ring | None = None,
 ) -> Iterator[None]:
     """Run a model's forward on this rank's shard of a sequence; the backward may run outside the context.
@@ -164,13 +198,17 @@ def sharded(
         layout: Layout of the sequence, as in :func:`ringattn.ring_attention`.
         group: The ranks that share the sequence.
         cu_seqlens: Boundaries of documents packed into the whole sequence, as a list or a CPU tensor.
+        islands: Ranges of positions of image tokens that see each other, as in :func:`ringattn.ring_attention`, for
+            models that mark image tokens with ``token_type_ids``.
+        tree: Prefix tree that the sequence holds. Windows of the model count positions on its paths.
         ring: Ring to use in place of the shared ring of ``group``.
 
     Raises:
         ValueError: ``cu_seqlens`` are not boundaries.
-        RuntimeError: At the end, with several ranks, if no attention has used ringattn.
+        RuntimeError: At the end, if no attention has used ringattn with several ranks, or no mask has ``islands``.
     """
-    sharding = Sharding(layout, group, ring, None if cu_seqlens is None else Documents(cu_seqlens).boundaries)
+    boundaries = None if cu_seqlens is None else Documents(cu_seqlens).boundaries
+    sharding = Sharding(layout, group, ring, boundaries, tuple(islands), tree)
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel) and module not in _checked_models:
             # never remove the hook: a change of hooks recompiles a compiled model
@@ -185,6 +223,11 @@ def sharded(
         raise RuntimeError(
             "no attention inside sharded() used ringattn. Load the model with attn_implementation="
             '"ringattn", or use a model that supports this argument.'
+        )
+    if sharding.islands and not sharding.has_islands:
+        raise RuntimeError(
+            "islands are given, but the model has made no mask with islands. Leave them out, or pass the entry of the "
+            "batch that marks image tokens, such as token_type_ids."
         )
 
 
@@ -240,6 +283,7 @@ def _check_masks() -> None:
         (masks.sliding_window_bidirectional_mask_function(4), {"window_size": (4, 4)}),
         (masks.chunked_causal_mask_function(4, ids[0]), {"causal": True, "chunk_size": 4}),
         (masks.and_masks(masks.causal_mask_function, packed), {"causal": True, "packed": ids}),
+        (masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(ids)), {"causal": True, "blocks": ids}),
     ):
         if parse_mask_function(function) != fields:
             raise TypeError(f"{function.__qualname__} is {parse_mask_function(function)}")
@@ -263,6 +307,8 @@ def parse_mask_function(mask_function: Callable[..., Any]) -> dict[str, Any]:
             return {"chunk_size": closure["chunk_size"]}
         case "packed_sequence_mask_function":
             return {"packed": closure["packed_sequence_mask"]}
+        case "blockwise_overlay":
+            return {"blocks": closure["block_sequence_ids"]}
         case "remap_positions_for_packed_sequence":
             return parse_mask_function(closure["mask_function"])
         case "and_masks.<locals>.and_mask":
@@ -272,6 +318,12 @@ def parse_mask_function(mask_function: Callable[..., Any]) -> dict[str, Any]:
                     raise NotImplementedError(f"the mask sets {sorted(repeated)} twice, in {fields} and in {part}")
                 fields |= part
             return fields
+        case "or_masks.<locals>.or_mask":
+            match [*map(parse_mask_function, closure["mask_functions"])]:
+                case [{"causal": True, "window_size": (left, -1)} as causal, {"blocks": blocks}]:
+                    return causal | {"blocks": blocks, "longest_island": left + 1}  # the window does not limit islands
+                case [{"causal": True} as causal, {"blocks": blocks}] if "chunk_size" not in causal:
+                    return causal | {"blocks": blocks}
     raise NotImplementedError(
         f"mask function {name} of {getattr(mask_function, '__module__', None)} is not supported. ringattn takes causal "
         'and full masks, windows, chunks and packed documents; for others use "sdpa" on whole sequences.'
@@ -313,13 +365,15 @@ def mask_interface(
     sharding, device = _sharding.get(Sharding()), torch.device(device)
     fields = parse_mask_function(mask_function)
     # transformers numbers documents wherever position_ids are not consecutive, which also happens within a shard
-    packed = fields.pop("packed", None)
+    packed, blocks, longest = (fields.pop(name, None) for name in ("packed", "blocks", "longest_island"))
     if packed is not None and not (packed.diff() == (sharding.positions(q_length, device).diff() != 1)).all():
         raise ValueError(
             "position_ids do not match the layout and cu_seqlens of sharded. Pass the batch from shard_batch, and the "
             "same layout and cu_seqlens to sharded and shard_batch."
         )
-    return MaskSpec(sharding, **fields)
+    if blocks is not None:
+        sharding.check_islands(blocks, longest)
+    return MaskSpec(sharding, has_islands=blocks is not None, **fields)
 
 
 def _check_config(config: Any) -> None:
@@ -395,6 +449,8 @@ def attention_interface(
             "a model may otherwise count from the start of the shard."
         )
     sharding.tokens = tokens if session.size > 1 else 0
+    if sharding.tree is not None and (not attention_mask.causal or attention_mask.chunk_size is not None):
+        raise NotImplementedError(f"tree is given, but the mask of {model} is not causal or has chunks")
     out = ring_attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
         layout=layout,
@@ -406,6 +462,8 @@ def attention_interface(
         learnable_sink=s_aux,
         dropout_p=dropout,
         cu_seqlens=attention_mask.boundaries(layout.seqlen),
+        islands=sharding.islands if attention_mask.has_islands else None,
+        intervals=None if sharding.tree is None else sharding.tree.intervals,
     )
     return out, None
 
@@ -413,13 +471,18 @@ def attention_interface(
 PACKING_KEYS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Entries that give the documents of a padding-free batch, for example TRL's."""
 
-SHARDED_KEYS = ("input_ids", "inputs_embeds", "labels", "shift_labels")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Entries that mark image tokens, for :func:`sharded` with islands."""
+
+SHARDED_KEYS = ("input_ids", "inputs_embeds", "labels", "shift_labels", *TOKEN_TYPES)
 """Entries ``[B, S, ...]`` of a batch that :func:`shard_batch` splits."""
 
 BATCH_KEYS = frozenset({*SHARDED_KEYS, *PACKING_KEYS, "attention_mask", "num_items_in_batch"})
 """Entries that :func:`shard_batch` accepts."""
 
-TENSOR_DIMS = dict.fromkeys(("attention_mask", "input_ids", "labels", "shift_labels", "position_ids", "seq_idx"), 2)
+TENSOR_DIMS = dict.fromkeys(
+    ("attention_mask", "input_ids", "labels", "shift_labels", "position_ids", "seq_idx", *TOKEN_TYPES), 2
+)
 TENSOR_DIMS["inputs_embeds"] = 3
 """Entries that are tensors, with their number of dimensions."""
 
@@ -455,6 +518,7 @@ def shard_batch(
     group: GroupLike = None,
     *,
     cu_seqlens: Iterable[int] | torch.Tensor | None = None,
+    tree: PrefixTree | None = None,
     check: bool | None = None,
 ) -> ShardedBatch:
     """Return this rank's part of a batch of whole sequences, which is equal on all ranks.
@@ -470,6 +534,7 @@ def shard_batch(
         layout: Layout, as for :func:`sharded`.
         group: The ranks that share the sequence.
         cu_seqlens: Boundaries of packed documents. The first token of a document is never a label.
+        tree: Prefix tree that the batch holds, without labels: take the loss from ``tree.next_tokens``.
         check: None compares checksums for new shapes and in every 100th call, True in every call. False compares
             nothing and does not wait for other ranks; worker processes of a data loader need False.
 
@@ -497,9 +562,11 @@ def shard_batch(
     with session.call() if comparing else nullcontext():
         documents = _check_batch(batch, cu_seqlens)
         layout = session.resolve_layout(layout, documents.seqlen)
+        if tree is not None and {"labels", "shift_labels"} & batch.keys():
+            raise ValueError("labels cannot be used with tree, because a token at a branch has several next tokens")
         if comparing:
-            _compare_batches(session, history, batch, layout, documents, bool(check))
-    return _cut(batch, layout, session, documents)
+            _compare_batches(session, history, batch, layout, documents, bool(check), tree)
+    return _cut(batch, layout, session, documents, tree)
 
 
 def _session(group: GroupLike, device: torch.device | None, ring: Ring | None = None) -> Session:
@@ -535,7 +602,7 @@ def _check_batch(batch: Mapping[str, Any], cu_seqlens: Iterable[int] | torch.Ten
             f"batch has {' and '.join(inputs) or 'no input'}: it must have either input_ids or inputs_embeds"
         )
     ((name, whole),) = inputs.items()
-    for other in ("labels", "shift_labels"):
+    for other in ("labels", "shift_labels", *TOKEN_TYPES):
         if (labels := batch.get(other)) is not None and labels.shape != whole.shape[:2]:
             raise ValueError(
                 f"{other} has shape {list(labels.shape)}: it must have {list(whole.shape[:2])}, the tokens of {name}"
@@ -600,6 +667,7 @@ def _compare_batches(
     layout: Layout,
     documents: Documents,
     always: bool,
+    tree: PrefixTree | None,
 ) -> None:
     """Raise ValueError on every rank if the ranks' batches differ in layout, shapes, documents or, if due, contents.
 
@@ -611,7 +679,7 @@ def _compare_batches(
         f"the shape of {name}": (list(x.shape), x.dtype) for name, x in tensors.items()
     }
     is_due = always or repr(shapes) not in history.compared_shapes or history.calls % CHECK_EVERY == 0
-    contents: dict[str, object] = {"cu_seqlens": documents}
+    contents: dict[str, object] = {"cu_seqlens": documents, "tree": tree and tree.intervals}
     if is_due:
         sums = torch.stack([checksum(x).to(session.device) for x in tensors.values()]).tolist()
         contents |= {f"the checksum of {name}": total for name, total in zip(tensors, sums, strict=True)}
@@ -625,12 +693,16 @@ def _compare_batches(
         history.compared_shapes.add(repr(shapes))
 
 
-def _cut(batch: Mapping[str, Any], layout: Layout, session: Session, documents: Documents) -> ShardedBatch:
+def _cut(
+    batch: Mapping[str, Any], layout: Layout, session: Session, documents: Documents, tree: PrefixTree | None
+) -> ShardedBatch:
     """Return this rank's part of a batch that :func:`_check_batch` has accepted."""
     name = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
-    sharding = Sharding(layout, ring=session.ring, cu_seqlens=documents.boundaries)
+    sharding = Sharding(layout, ring=session.ring, cu_seqlens=documents.boundaries, tree=tree)
     positions = sharding.positions(layout.lengths[session.rank], batch[name].device)
-    sharded_batch = ShardedBatch({name: layout.shard(batch[name], session.rank), "position_ids": positions[None]})
+    names = [name, *(key for key in TOKEN_TYPES if batch.get(key) is not None)]
+    sharded_batch = ShardedBatch({key: layout.shard(batch[key], session.rank) for key in names})
+    sharded_batch["position_ids"] = positions[None]
     sharded_batch.cu_seqlens = documents.boundaries if len(documents.boundaries) > 2 else None
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if shifted is None and labels is not None:

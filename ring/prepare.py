@@ -5,6 +5,7 @@ One :func:`prepare_call` serves a ring, a two-dimensional mesh and a torch.compi
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
@@ -113,7 +114,7 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     if rows is not None:
         call.rows = pack_batch(rows, *layouts, ring.rank, q.device)
         layouts, mask = Layouts(call.rows.queries, call.rows.keys), replace(mask, documents=call.rows.documents)
-        _refuse_split_islands(mask)
+        _islands(call.args, layouts.queries.reach, mask.documents)
     call.sink, call.scores = check_sink(q, args.learnable_sink), build_scores(q, args, layouts)
     if isinstance(ranks, Rings) and args.first_head > FIRST_HEAD_LIMIT - q.shape[2]:
         raise ValueError(
@@ -291,10 +292,8 @@ def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
     lengths = None if used is None else lengths_per_row("seqused_k", used, batch, layouts.keys.reach)
     intervals, window = _intervals(args, layouts, window)
     prefix = _prefix(args.prefix_length, args.causal, layouts.reach)
-    mask = Mask(
-        args.causal, window, documents, prefix, used=lengths, islands=_islands(args, layouts.reach), intervals=intervals
-    )
-    _refuse_split_islands(mask)
+    islands = _islands(args, layouts.reach, documents)
+    mask = Mask(args.causal, window, documents, prefix, used=lengths, islands=islands, intervals=intervals)
     if isinstance(block_mask, Longformer):
         if window != NO_WINDOW:
             raise ValueError(
@@ -365,31 +364,17 @@ def _prefix(length: int | None, causal: bool, reach: int) -> int:
     return length
 
 
-def _islands(args: AttentionArgs, reach: int) -> tuple[PositionRange, ...]:
+def _islands(args: AttentionArgs, reach: int, documents: Documents | None) -> tuple[PositionRange, ...]:
     """Return the checked islands, () for None."""
     islands = read_ranges("islands", () if args.islands is None else args.islands)
     if islands and not args.causal:
         raise ValueError(f"islands has {len(islands)} ranges without causal: it needs causal=True")
-    if islands and islands[-1][1] > reach:
-        number = next(number for number, (_, end) in enumerate(islands) if end > reach)
-        raise ValueError(
-            f"islands[{number}] is {islands[number]}: it must end at {reach} at most, the number of tokens"
-        )
+    boundaries = (reach,) if documents is None else documents.boundaries
+    for number, (begin, end) in enumerate(islands):
+        stop = boundaries[min(bisect_right(boundaries, begin), len(boundaries) - 1)]
+        if end > stop:
+            raise ValueError(f"islands[{number}] is {(begin, end)}: it must end in its document, at {stop} at most")
     return islands
-
-
-def _refuse_split_islands(mask: Mask) -> None:
-    """Raise ValueError if an island lies in more than one document."""
-    if not mask.islands or mask.documents is None:
-        return
-    begins, ends = map(torch.tensor, zip(*mask.islands, strict=True))
-    past = mask.documents.document_bounds(begins)[1]
-    if len(split := (ends > past).nonzero()):
-        number = int(split[0])
-        raise ValueError(
-            f"islands[{number}] is {mask.islands[number]}, but a document ends at {int(past[number])}: an island must "
-            "lie in one document"
-        )
 
 
 def check_sink(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
-from ringattn import LocalWorld, shard
+from ringattn import LocalWorld, ring_attention, shard
 from ringattn.bench import cli
 from ringattn.bench.suite.device_cases import CASES
 from ringattn.bench.suite.suite_parts import gpu_parts
@@ -191,6 +191,34 @@ def check_training(names: dict[str, Any]) -> None:
         torch.testing.assert_close(sum(ranks), whole)
 
 
+def check_rollouts(names: dict[str, Any]) -> None:
+    """Check that losses and gradients of four virtual ranks sum to those of the rollouts one by one."""
+    parts, parents = [*torch.arange(17).split([6, 4, 3, 4])], [-1, 0, 0, 2]
+
+    def train_step(group: GroupLike) -> list[Tensor]:
+        model = Decoder(layers=1, heads=2, kv_heads=1, head_dim=8)
+        model.initialize(0)
+        if group is not None:
+            loss = names["rollout_loss"](model, parts, parents, 4, group)
+            return [loss, *(parameter.grad for parameter in model.parameters())]
+        paths = [torch.cat([parts[node] for node in path])[None] for path in ((0, 1), (0, 2, 3))]
+        loss = sum(
+            torch.nn.functional.cross_entropy(
+                model(path, torch.arange(path.shape[1]), partial(ring_attention, causal=True))[0, :-1],
+                path[0, 1:],
+                reduction="sum",
+            )
+            for path in paths
+        )
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    with LocalWorld(4) as world:
+        ranks = world.run(train_step)
+    for whole, *own in zip(train_step(None), *ranks, strict=True):
+        torch.testing.assert_close(sum(own), whole)
+
+
 def check_trainer(names: dict[str, Any]) -> None:
     """Check that the section's trainer trains the model for a step."""
     from transformers import TrainingArguments
@@ -228,6 +256,7 @@ def check_moves(names: dict[str, Any]) -> None:
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "docs/training.md#train-your-model": check_training,
     "docs/training.md#convolutions-recurrence-and-multi-token-prediction": check_moves,
+    "docs/training.md#rollouts": check_rollouts,
     "docs/integrations.md#trainer": check_trainer,
 }
 """Extra checks of the names that a section defined."""

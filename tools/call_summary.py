@@ -146,12 +146,15 @@ def mask_cells(call: CallSummary, cells: int) -> tuple[IntGrid, IntGrid]:
 
 def _visible(part: Mask, first: IntGrid, last: IntGrid) -> npt.NDArray[np.bool_]:
     """Return which cells of positions ``first`` to ``last`` have a visible pair in a part of a mask, ``[n, n]``."""
-    start, end = part.queries
-    first_query, last_query = np.maximum(first, start), np.minimum(last, end - 1)
-    lo = part.interval(torch.from_numpy(first_query))[0].numpy()
-    hi = part.interval(torch.from_numpy(last_query))[1].numpy()
-    hi = np.where(first_query <= last_query, hi, 0)
-    visible = (last >= lo[:, None]) & (first < hi[:, None]) & (lo < hi)[:, None]
+    queries = np.arange(last[-1] + 1 if len(last) else 0)
+    cells = np.searchsorted(first, queries, side="right") - 1
+    lo, hi = (end.numpy() for end in part.interval(torch.from_numpy(queries)))
+    begin, end = np.searchsorted(last, lo), np.searchsorted(first, hi)  # the cells from begin to end - 1
+    seen, columns = (cells >= 0) & (queries <= last[cells]) & (lo < hi) & (begin < end), len(first) + 1
+    begun, ended = (
+        np.bincount(cells[seen] * columns + edge[seen], minlength=len(first) * columns) for edge in (begin, end)
+    )
+    visible = (begun - ended).reshape(len(first), columns).cumsum(1)[:, :-1] > 0
     if part.blocks is not None:
         # summed-area table of the visible blocks
         table = np.pad(part.blocks.visible.numpy().cumsum(0).cumsum(1), ((1, 0), (1, 0)))

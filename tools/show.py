@@ -50,6 +50,7 @@ def show(
     seqused_k: flags.SeqUsedK = None,
     prefix_length: flags.PrefixLength = None,
     block_mask: flags.BlockMaskPattern = None,
+    mask_file: flags.MaskFile = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of equal nodes; more than 1 makes a two-level ring.")] = 1,
     direction: Annotated[int, typer.Option(help="1: K/V move to the next rank, -1: to the previous rank.")] = 1,
     batch: flags.Batch = 1,
@@ -68,7 +69,7 @@ def show(
         parse_picture_path(str(out))
     import torch
 
-    from ..bench.common.attention import build_pattern, document_boundaries
+    from ..bench.common.attention import build_pattern, document_boundaries, read_mask
     from ..bench.common.output import is_printing_rank
     from ..bench.common.provenance import provenance
     from ..bench.common.result import Result, Row, finish_command
@@ -107,7 +108,7 @@ def show(
         mask = mask_from_options(
             Layouts(token_layout, token_layout), batch, causal=causal, window_size=window or NO_WINDOW,
             cu_seqlens=boundaries, seqused_k=seqused_k, prefix_length=prefix_length,
-            block_mask=build_pattern(tokens, block_mask),
+            block_mask=build_pattern(tokens, block_mask), **read_mask(mask_file, tokens),
         )  # fmt: skip
         kv_heads = flags.resolve_kv_heads(heads, kv_heads)
         call = CallSummary(token_layout, name, mask, direction, batch, heads, kv_heads, head_dim, dtype, nodes)

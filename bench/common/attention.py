@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...kernels.json_files import read_object
 from ...reference.masks import MaskOptions
-from ...ring import Layout, Mask, ring_attention, single_rank, visible_pairs
+from ...ring import Intervals, Layout, Mask, prefix_tree, ring_attention, single_rank, slices, visible_pairs
 from ...ring.prepare import Layouts, mask_from_options
 from ...ring.schedule import mask as patterns
-from ...ring.schedule.mask import NO_WINDOW, BlockMask, Longformer
+from ...ring.schedule.mask import NO_WINDOW, BlockMask, Longformer, PositionRange, read_ranges
 from .flags import DTYPE_BYTES, PatternFlag, count_noun, size_text
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -47,6 +49,8 @@ class AttentionConfig:
     seqused_k: tuple[int, ...] | None = None
     prefix_length: int | None = None
     block_mask: PatternFlag | None = None
+    islands: tuple[PositionRange, ...] | None = None
+    intervals: Intervals | None = None
 
     @property
     def title(self) -> str:
@@ -75,7 +79,7 @@ class AttentionConfig:
         return mask_from_options(
             Layouts(self.token_layout, self.token_layout), self.batch, causal=self.causal, window_size=self.window,
             cu_seqlens=self.cu_seqlens, seqused_k=self.seqused_k, prefix_length=self.prefix_length,
-            block_mask=build_pattern(self.seqlen, self.block_mask),
+            block_mask=build_pattern(self.seqlen, self.block_mask), islands=self.islands, intervals=self.intervals,
         )  # fmt: skip
 
     @property
@@ -91,6 +95,10 @@ class AttentionConfig:
             arguments["prefix_length"] = self.prefix_length
         if mask.used is not None:
             arguments["seqused_k"] = mask.used
+        if mask.islands:
+            arguments["islands"] = mask.islands
+        if mask.intervals is not None:
+            arguments["intervals"] = [(lo, hi) for lo, hi in mask.intervals.table]
         if mask.global_tokens:
             arguments["global_tokens"] = mask.global_tokens
         if mask.blocks is not None:
@@ -204,12 +212,36 @@ def build_pattern(seqlen: int, pattern: PatternFlag | None) -> BlockMask | Longf
     return result
 
 
+def read_mask(path: Path | None, tokens: int) -> dict[str, Any]:
+    """Return ``islands`` and ``intervals`` from the file that ``--mask`` names, for queries of ``tokens`` positions."""
+    if path is None:
+        return {}
+    try:
+        fields = read_object(path)
+        made: dict[str, Any] = {}
+        if "islands" in fields:
+            made["islands"] = read_ranges("islands", fields.pop("islands"))
+        if {*fields} == {"lengths", "parents"}:
+            made["intervals"] = prefix_tree(**fields).intervals
+        elif [*fields] == ["slices"]:
+            made["intervals"] = slices(fields["slices"], tokens)
+        elif [*fields] == ["intervals"]:
+            made["intervals"] = Intervals(torch.tensor(fields["intervals"]))
+        elif fields:
+            raise ValueError(f"it has {', '.join(fields)}, and may have one of intervals, slices, lengths with parents")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--mask is {path}: {error}") from None
+    return made
+
+
 def mask_label(mask: Mask) -> str:
     """Return a description such as ``causal, window (4096, 0)``, or ``full``."""
     words = ["causal" if mask.causal else ""]
     words.append(f"window {mask.window}" if mask.window != NO_WINDOW else "")
     words.append(f"{len(mask.documents.boundaries) - 1:,} documents" if mask.documents is not None else "")
     words.append(f"prefix {mask.prefix:,}" if mask.prefix else "")
+    words.append(count_noun(len(mask.islands), "island") if mask.islands else "")
+    words.append(count_noun(len(mask.intervals.table), "interval") if mask.intervals is not None else "")
     words.append(f"keys used {mask.used}" if mask.used is not None else "")
     words.append(f"{mask.blocks.visible.float().mean():.1%} of blocks of {mask.blocks.block}" if mask.blocks else "")
     words.append(f"{sum(end - start for start, end in mask.global_tokens)} global tokens" if mask.global_tokens else "")
@@ -223,6 +255,8 @@ def mask_data(mask: Mask) -> dict[str, Any]:
         "window_size": None if mask.window == NO_WINDOW else mask.window,
         "cu_seqlens": None if mask.documents is None else mask.documents.boundaries,
         "prefix_length": mask.prefix or None,
+        "islands": mask.islands or None,
+        "intervals": None if mask.intervals is None else repr(mask.intervals),
         "seqused_k": mask.used,
         "block_mask": None if blocks is None else {
             "block": blocks.block, "blocks": blocks.visible.shape, "seen": int(blocks.visible.sum()),

@@ -248,6 +248,14 @@ BlockMaskPattern = Annotated[
         help="; ".join(f"{name}: {', '.join(keys)}" for name, keys in PATTERNS.items()) + ".",
     ),
 ]
+MaskFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--mask",
+        metavar="FILE.json",
+        help="Islands, and intervals, slices or a prefix tree (lengths and parents): an object with arguments by name.",
+    ),
+]
 
 
 def expand_records(command: Callable[..., None]) -> Callable[..., None]:

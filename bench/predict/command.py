@@ -101,6 +101,7 @@ class MaskFlags:
     documents_seed: flags.DocumentsSeed = None
     prefix_length: flags.PrefixLength = None
     block_mask: flags.BlockMaskPattern = None
+    mask_file: flags.MaskFile = None
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def _read_layout(context: typer.Context, shape: ShapeFlags) -> ShapeFlags:
 
 def _build_call(shape: ShapeFlags, mask: MaskFlags, ring: RingFlags) -> PredictedCall:
     """Return the call that these flags describe; raise ValueError if they do not fit each other."""
-    from ..common.attention import AttentionConfig, document_boundaries
+    from ..common.attention import AttentionConfig, document_boundaries, read_mask
     from .predicted_call import PredictedCall
 
     world, seqlen = shape.world, shape.seqlen
@@ -239,7 +240,7 @@ def _build_call(shape: ShapeFlags, mask: MaskFlags, ring: RingFlags) -> Predicte
     config = AttentionConfig(
         tokens * world, batch=shape.batch, causal=mask.causal, window=mask.window or (-1, -1),
         prefix_length=mask.prefix_length, cu_seqlens=None if boundaries is None else tuple(boundaries),
-        block_mask=mask.block_mask, layout="contiguous",
+        block_mask=mask.block_mask, layout="contiguous", **read_mask(mask.mask_file, tokens * world),
     )  # fmt: skip
     kv_heads = flags.resolve_kv_heads(shape.heads, shape.kv_heads)
     return PredictedCall(

@@ -21,7 +21,7 @@ from ... import reference
 from ...comm import Group, GroupLike, LocalGroup, LocalWorld, Topology, open_transport
 from ...comm.groups import MESH_DIMS
 from ...comm.testing import check_transport
-from ...ring import Layout, Ring, longformer, ring_attention
+from ...ring import Layout, Ring, longformer, prefix_tree, ring_attention
 from ..common.attention import DTYPES, Tensors, forward_backward
 from ..common.cases import MeasuredNumber
 from ..common.launching import run_process_group
@@ -74,6 +74,7 @@ class CallCase:
 
 CAUSAL, FULL = {"causal": True}, {"causal": False}
 DROPOUT = {"dropout_p": 0.3, "dropout_seed": (1 << 63) + 5}
+TREE = prefix_tree([130, 70, 60, TOKENS - 300, 40], [-1, 0, 0, 2, 2])
 CALL_CASES = {
     "flat": CallCase(),
     "fp16, full, reverse direction": CallCase("striped", "float16", FULL, {"direction": -1}),
@@ -109,6 +110,8 @@ CALL_CASES = {
     "Ulysses": CallCase(ulysses=2),
     "Ulysses, striped": CallCase("striped", "float16", FULL, ulysses=2),
     "longformer": CallCase("contiguous", options=FULL | {"block_mask": longformer(64, [(0, 5), (200, 210)])}),
+    "islands": CallCase(options=CAUSAL | {"cu_seqlens": BOUNDARIES, "islands": [(20, 60), (200, 280)]}),
+    "prefix tree": CallCase("striped", options=FULL | {"intervals": TREE.intervals}),
     "D128, one head of K/V": CallCase(heads=(4, 1), head_dims=(128, 128)),
     "D40, as many K/V heads as q heads": CallCase("striped", "float16", heads=(2, 2), head_dims=(40, 40)),
     "D192 and 128": CallCase(heads=(3, 3), head_dims=(192, 128)),
@@ -138,6 +141,8 @@ def exact_call_results(call: CallCase, whole: Mapping[str, Tensor], options: Map
         options["window_size"] = tuple(-1 if side is None else side for side in options["window_size"])
     if pattern := options.pop("block_mask", None):
         options |= {"window_size": pattern.window, "global_tokens": pattern.global_tokens}
+    if "intervals" in options:
+        options["intervals"] = [*options["intervals"].table]
     inputs = [whole[name].double() for name in ("q", "k", "v", "sink") if name in whole]
     return forward_backward(bind_sink(reference.attention, **options), inputs, whole["dout"].double(), whole["dlse"])
 

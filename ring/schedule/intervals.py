@@ -23,7 +23,6 @@ import torch
 
 from ...kernels.checks import check_not_dtensor
 from ...validators import Validator, short_repr
-from .layout import MAX_POSITIONS
 
 MAX_INTERVALS = 64  # each interval of a mask is one launch per hop
 
@@ -58,45 +57,37 @@ class Intervals:
         """The ends, int64 ``[intervals, 2, positions]``. They ascend, also where ``lo == hi``."""
         self.path_positions = path_positions
 
-    @property
-    def positions(self) -> int:
-        """Number of positions of the queries."""
-        return self.table.shape[2]
-
     def check_ends(self, queries: int, keys: int) -> None:
         """Raise ValueError unless there are ``queries`` positions of queries and ``keys`` positions of keys."""
-        if self.positions != queries:
-            raise ValueError(f"intervals has {self.positions} positions: it must have {queries}, those of the queries")
-        if len(past := (self.table[:, 1] > keys).nonzero()):
-            number, position = past[past[:, 1].argmin()].tolist()
-            end = int(self.table[number, 1, position])
+        lo, hi = self.table.unbind(1)
+        if len(lo[0]) != queries:
+            raise ValueError(f"intervals has {len(lo[0])} positions: it must have {queries}, those of the queries")
+        ends = torch.where(lo < hi, hi, 0).amax(0)
+        if len(past := (ends > keys).nonzero()):
             raise ValueError(
-                f"intervals[{number}] ends at {end} at position {position}: it must end at {keys} at most, the number "
-                "of keys"
+                f"intervals ends at {int(ends[past[0]])} at position {int(past[0])}: it must end at {keys} at most, "
+                "the number of keys"
             )
 
     @cached_property
     def _digest(self) -> str:
-        tensors = (x for x in (self.table, self.path_positions) if x is not None)
-        digest = sha256()
-        for x in tensors:
-            digest.update(x.numpy().data)
+        digest = sha256(self.table.numpy().data)
+        digest.update(b"" if self.path_positions is None else self.path_positions.numpy().data)
         return digest.hexdigest()
 
     def __hash__(self) -> int:
         return hash(self._digest)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Intervals) and (self.table.shape, self._digest) == (other.table.shape, other._digest)
-        )
+        return isinstance(other, Intervals) and (self.table.shape, self._digest) == (other.table.shape, other._digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Intervals, (self.table, self.path_positions)
 
     def __repr__(self) -> str:
-        pairs = int((self.table[:, 1] - self.table[:, 0]).sum())
-        return f"<{len(self.table)} intervals of {self.positions} positions, {pairs} pairs, {self._digest[:16]}>"
+        count, _, positions = self.table.shape
+        pairs = int(self.table.diff(dim=1).sum())
+        return f"<{count} intervals of {positions} positions, {pairs} pairs, {self._digest[:16]}>"
 
 
 TOO_MANY = f"per query: there may be at most {MAX_INTERVALS}, because each is one launch per hop"
@@ -140,25 +131,24 @@ def _read_pairs(pairs: Iterable[Pair] | torch.Tensor) -> torch.Tensor:
     check_not_dtensor("intervals", pairs)
     read: list[torch.Tensor] = []
     for number, pair in enumerate(PAIRS.check("intervals", pairs)):
-        ends = [*pair] if isinstance(pair, (tuple, list)) or (isinstance(pair, torch.Tensor) and pair.dim()) else []
+        is_pair = isinstance(pair, (tuple, list)) or (isinstance(pair, torch.Tensor) and pair.dim() > 0)
+        ends = [*pair] if is_pair else [pair]
         for end in ends:
             check_not_dtensor("intervals", end)
-        shapes = {tuple(end.shape) if _is_index(end) else () for end in ends}
-        if len(ends) != 2 or len(shapes) != 1 or any(len(shape) != 1 for shape in shapes):
-            got = ", ".join(short_repr(end) for end in ends) if ends else short_repr(pair)
+        if len(ends) != 2 or not all(map(_is_index, ends)) or any(end.shape != ends[0].shape for end in ends):
+            got = ", ".join(map(short_repr, ends))
             raise ValueError(f"intervals[{number}] is ({got}): it must be a pair (lo, hi) {OF_TENSORS}")
         read.append(torch.stack([end.long() for end in ends]))
-        if read[-1].shape != read[0].shape:
-            raise ValueError(
-                f"intervals[{number}] has {len(ends[0])} positions: it must have {read[0].shape[1]}, as [0]"
-            )
+        if (count := len(ends[0])) != (first := read[0].shape[1]):
+            raise ValueError(f"intervals[{number}] has {count} positions: it must have {first}, as intervals[0]")
     if not read:
         raise ValueError("intervals is empty: it must have at least one pair (lo, hi)")
     return torch.stack(read)
 
 
-def _is_index(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype in (torch.int32, torch.int64)
+def _is_index(x: Any) -> bool:
+    is_vector = isinstance(x, torch.Tensor) and x.dim() == 1 and x.device.type == "cpu"
+    return is_vector and x.dtype in (torch.int32, torch.int64)
 
 
 OF_TENSORS = "of int32 or int64 CPU tensors of shape [positions of the queries]"
@@ -168,7 +158,7 @@ PAIRS = Validator(f"a list of pairs (lo, hi) {OF_TENSORS}", list)
 def _refuse_overlap(table: torch.Tensor) -> None:
     """Raise ValueError if two intervals of a query overlap, or an interval begins below 0."""
     lo, hi = table.unbind(1)
-    starts, order = torch.where(lo < hi, lo, MAX_POSITIONS).sort(0)
+    starts, order = torch.where(lo < hi, lo, torch.iinfo(torch.int64).max).sort(0)
     ends = hi.gather(0, order)
     wrong = torch.cat([starts[:1] < 0, ends[:-1] > starts[1:]])
     if len(at := wrong.any(0).nonzero()):

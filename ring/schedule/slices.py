@@ -19,7 +19,7 @@ KINDS = {"full": (0, 0), "causal": (0, 1), "inverse causal": (1, 0), "both": (1,
 Slice = tuple[Sequence[int], Sequence[int], str | int]
 
 
-class Run(NamedTuple):
+class SliceRun(NamedTuple):
     """One interval of keys for each of the queries ``start`` to ``end - 1``; its ends are linear in the query."""
 
     start: int
@@ -59,7 +59,7 @@ def slices(slices: Iterable[Slice], positions: int) -> Intervals:
     for number, run in enumerate(runs):
         for index in range(bisect_left(edges, run.start), bisect_left(edges, run.end)):
             active[index].append(number)
-    parts: list[list[Run]] = []
+    parts: list[list[SliceRun]] = []
     for (start, end), numbers in zip(pairwise(edges), active, strict=False):
         for run in _join_touching(runs, sorted(numbers, key=lambda number: runs[number].keys(start)), start, end):
             _add_to_parts(parts, run)
@@ -71,7 +71,7 @@ def slices(slices: Iterable[Slice], positions: int) -> Intervals:
     return Intervals(ends)
 
 
-def _read_slice(number: int, given: Slice, positions: int) -> Run:
+def _read_slice(number: int, given: Slice, positions: int) -> SliceRun:
     """Return a checked slice without queries that see nothing."""
     try:
         (start, end), (first, past) = (map(POSITIONS.convert, both) for both in given[:2])
@@ -86,20 +86,20 @@ def _read_slice(number: int, given: Slice, positions: int) -> Run:
         ) from None
     if end > positions:
         raise ValueError(f"slices[{number}] has queries up to {end}: they must end at {positions} at most, positions")
-    run = Run(start, end, first - lo_step * start, lo_step, past - hi_step * (end - 1), hi_step)
+    run = SliceRun(start, end, first - lo_step * start, lo_step, past - hi_step * (end - 1), hi_step)
     if lo_step == hi_step:
         return run if run.keys(start)[0] < run.keys(start)[1] else run._replace(end=start)
     keys = past - first
     return run._replace(start=max(start, end - keys)) if hi_step else run._replace(end=min(end, start + keys))
 
 
-def _join_touching(runs: list[Run], numbers: list[int], start: int, end: int) -> list[Run]:
+def _join_touching(runs: list[SliceRun], numbers: list[int], start: int, end: int) -> list[SliceRun]:
     """Return the runs of the queries ``start`` to ``end - 1``, ascending, and one for neighbours that touch everywhere.
 
     Raises:
         ValueError: two of them overlap.
     """
-    joined: list[Run] = []
+    joined: list[SliceRun] = []
     for before, number in zip([None, *numbers], numbers, strict=False):
         run = runs[number]._replace(start=start, end=end)
         overlap = [-1 if before is None else runs[before].keys(at)[1] - run.keys(at)[0] for at in (start, end - 1)]
@@ -115,11 +115,11 @@ def _join_touching(runs: list[Run], numbers: list[int], start: int, end: int) ->
     return joined
 
 
-def _add_to_parts(parts: list[list[Run]], run: Run) -> None:
+def _add_to_parts(parts: list[list[SliceRun]], run: SliceRun) -> None:
     """Append a run to the part that ends closest before it, or to a new one, so that both ends of a part ascend."""
     lo, hi = run.keys(run.start)
 
-    def fits(last: Run) -> bool:
+    def fits(last: SliceRun) -> bool:
         last_lo, last_hi = last.keys(last.end - 1)
         return last.end <= run.start and (last_hi <= lo or (last.end == run.start and last_lo <= lo and last_hi <= hi))
 

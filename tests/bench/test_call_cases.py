@@ -31,7 +31,7 @@ def test_calls_cover_every_argument() -> None:
     assert {call.layout for call in all_calls} == {"contiguous", "zigzag", "striped", "uneven"}
     assert {name for call in all_calls for name in call.options} == {
         "causal", "window_size", "cu_seqlens", "prefix_length", "seqused_k", "leftpad_k", "key_mask", "block_mask",
-        "softcap", "alibi_slopes", "dropout_p", "dropout_seed",
+        "islands", "intervals", "softcap", "alibi_slopes", "dropout_p", "dropout_seed",
     }  # fmt: skip
     rings = {(name, value) for call in all_calls for name, value in call.ring.items()}
     assert {("wire_dtype", "bfloat16"), ("wire_dtype", "float8_e4m3fn"), ("grad_wire_dtype", "bfloat16")} <= rings

@@ -131,7 +131,7 @@ def test_columns_depend_on_the_flags() -> None:
     assert 0 < jitter["spread"] < jitter["fwd"] + jitter["bwd"] and "spread" not in both
 
 
-def test_other_masks_than_full_and_causal() -> None:
+def test_other_masks_than_full_and_causal(tmp_path: Path) -> None:
     # A prefix of 1 equals a causal mask, and a prefix of all tokens a full mask.
     flags = ["--gpus", "2", "--tokens", "2k", "--layout", "contiguous", "--kv-heads", "1", "--pass", "forward"]
     masks = ("", "--prefix-length 1", "--prefix-length 3k", "--prefix-length 4k", "--full")
@@ -142,6 +142,9 @@ def test_other_masks_than_full_and_causal() -> None:
     assert "other methods need at least 2 GPUs" in result["notes"][0]
     blocks = own(*flags, *["--tokens", "8k", "--full", "--block-mask", "strided,block=128,stride=1k"])
     assert blocks["fwd"] < own(*flags, "--tokens", "8k", "--full")["fwd"] / 3
+    (tmp_path / "mask.json").write_text('{"slices": [[[0, 1000], [0, 1000], 1], [[1000, 4096], [1000, 4096], 1]]}')
+    documents = own(*flags, "--cu-seqlens", "0,1000,4k")["fwd"]
+    assert own(*flags, "--full", "--mask", str(tmp_path / "mask.json"))["fwd"] == documents
 
 
 def test_memory_of_a_forward_alone() -> None:

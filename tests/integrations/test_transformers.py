@@ -21,9 +21,26 @@ from transformers import masking_utils as masking
 from ringattn import Layout, ring_attention, unshard
 from ringattn.integrations import transformers as integration
 from ringattn.integrations.transformers import register, shard_batch, sharded
+from ringattn.ring import prefix_tree
 
 from ..support import rank_processes
-from ..support.hf_models import CONFIGS, DOCUMENTS, SIZES, TOKENS, Result, build_model, check_against_eager, token_ids
+from ..support.hf_models import (
+    CONFIGS,
+    DOCUMENTS,
+    IMAGES,
+    ISLANDS,
+    SIZES,
+    TOKENS,
+    VOCABULARY,
+    Float64Mode,
+    Result,
+    build_model,
+    check_against_eager,
+    check_results,
+    gradients,
+    image_entries,
+    token_ids,
+)
 from ..support.nightly import rest_nightly
 from ..support.ring_cases import LAYOUTS, run_ranks
 
@@ -35,8 +52,10 @@ def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None,
 
     def step(group: Any) -> tuple[Tensor, Tensor]:
         model = models[group.rank()]
-        batch = shard_batch({"input_ids": token_ids(), "labels": token_ids()}, layout, group, cu_seqlens=cu_seqlens)
-        with sharded(model, layout, group, cu_seqlens=cu_seqlens):
+        images = image_entries(model.config.model_type, IMAGES)
+        whole = {"input_ids": token_ids(), "labels": token_ids(), **images}
+        batch = shard_batch(whole, layout, group, cu_seqlens=cu_seqlens)
+        with sharded(model, layout, group, cu_seqlens=cu_seqlens, islands=ISLANDS if images else ()):
             out = model(**batch)
         out.loss.backward()
         return out.logits.detach(), out.loss.detach()
@@ -44,9 +63,12 @@ def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None,
     for model in models:
         (prepare or (lambda model: None))(model)
     logits, losses = zip(*run_ranks(WORLD, step), strict=True)
-    ranks = [dict(model.named_parameters()) for model in models]
-    grads = {key: torch.stack([rank[key].grad.double() for rank in ranks]).sum(0).float() for key in ranks[0]}
-    return Result(layout.unshard(logits), torch.stack(losses).sum(), grads)
+    return Result(layout.unshard(logits), torch.stack(losses).sum(), summed_gradients(models))
+
+
+def summed_gradients(models: Sequence[Any]) -> dict[str, Tensor]:
+    ranks = [gradients(model) for model in models]
+    return {key: torch.stack([rank[key].double() for rank in ranks]).sum(0).float() for key in ranks[0]}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -59,12 +81,54 @@ def test_models_equal_eager_attention(name: str, layout: str, packed: bool) -> N
     check_against_eager(name, on_ranks(name, LAYOUTS[layout](TOKENS, WORLD), cu_seqlens), cu_seqlens or [0, TOKENS])
 
 
+TREE = prefix_tree([9, 7, 5, 6, 3, 4], [-1, 0, 0, 2, 2, -1])
+
+
+def run_rollouts(model: Any) -> Result:
+    """Run the sequences of the tree one by one, and sum their losses."""
+    ids, logits, losses = token_ids()[:1, : TREE.tokens], torch.zeros(1, TREE.tokens, VOCABULARY), []
+    for leaf in TREE.leaves:
+        path = TREE.path(leaf)
+        out = model(input_ids=ids[:, path]).logits
+        logits = logits.to(out.dtype).index_copy(1, path, out.detach())
+        losses.append(torch.nn.functional.cross_entropy(out[0, :-1], ids[0, path[1:]], reduction="sum"))
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    return Result(logits, loss.detach(), gradients(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), rest_nightly(product(("llama", "qwen3"), ("zigzag", "striped", "uneven")), ("llama", "zigzag"))
+)
+def test_a_tree_of_rollouts_equals_the_rollouts(name: str, layout: str) -> None:
+    """Compare loss and gradients with the sum over the rollouts, whose shared tokens the tree computes once."""
+    models, where = [build_model(name) for _ in range(WORLD)], LAYOUTS[layout](TREE.tokens, WORLD)
+    ids = token_ids()[:1, : TREE.tokens]
+
+    def step(group: Any) -> tuple[Tensor, Tensor]:
+        model = models[group.rank()]
+        with sharded(model, where, group, tree=TREE):
+            logits = model(**shard_batch({"input_ids": ids}, where, group, tree=TREE)).logits
+        rows, targets = TREE.next_tokens(where.positions(group.rank()))
+        losses = torch.nn.functional.cross_entropy(logits[0, rows], ids[0, targets], reduction="none")
+        loss = (losses * TREE.rollouts[targets]).sum()
+        loss.backward()
+        return logits.detach(), loss.detach()
+
+    logits, losses = zip(*run_ranks(WORLD, step), strict=True)
+    ours = Result(where.unshard(logits), torch.stack(losses).sum(), summed_gradients(models))
+    with Float64Mode():
+        exact = run_rollouts(build_model(name, "eager").double())
+    check_results(ours, run_rollouts(build_model(name, "eager")), exact)
+
+
 @pytest.mark.parametrize(
     ("name", "argument", "lose"),
     [
         ("llama", "cu_seqlens", lambda _: None),
         ("gemma2", "softcap", lambda _: 0.0),
         ("gemma3", "softmax_scale", lambda _: None),
+        ("gemma3 images", "islands", lambda _: None),
         ("gpt-oss", "window_size", lambda _: (-1, -1)),
         ("gpt-oss", "learnable_sink", lambda sink: sink * 0 - 1e9),
     ],
@@ -158,21 +222,31 @@ def mask(attention: str = "ringattn", create: str = "causal", tokens: int = TOKE
 
 
 @pytest.mark.parametrize(
-    ("create", "packed"), [*((create, False) for create in MASKS), ("causal", True), ("window", True), ("chunk", True)]
+    ("create", "packed", "islands"),
+    [
+        *((create, False, []) for create in MASKS),
+        *((create, True, []) for create in ("causal", "window", "chunk")),
+        *((create, False, [(3, 8), (24, 27)]) for create in ("causal", "window")),
+    ],
 )
-def test_masks_equal_the_dense_ones(create: str, packed: bool) -> None:
+def test_masks_equal_the_dense_ones(create: str, packed: bool, islands: list[tuple[int, int]]) -> None:
     """Use equal scores and one-hot values, so that a non-zero output marks a visible key."""
     documents = DOCUMENTS if packed else None
     lengths = [end - start for start, end in pairwise(documents or [0, TOKENS])]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     skip = {"allow_is_bidirectional_skip" if create.startswith("full") else "allow_is_causal_skip": False}
-    dense = torch.block_diag(*(mask("sdpa", create, length, **skip)[0, 0] for length in lengths)).bool()
+    blocks = torch.full((1, TOKENS), -1)
+    for number, (begin, end) in enumerate(islands):
+        blocks[:, begin:end] = number
+    more = {"block_sequence_ids": blocks} if islands else {}
+    dense = torch.block_diag(*(mask("sdpa", create, length, **skip, **more)[0, 0] for length in lengths)).bool()
     layout, values = Layout.zigzag(TOKENS, WORLD), torch.eye(TOKENS)[None, None]
 
     def rows(group: Any) -> Tensor:
         here = layout.shard(positions, group.rank())
-        with sharded(torch.nn.Module(), layout, group, cu_seqlens=documents):
-            mine = mask(create=create, tokens=here.shape[1], position_ids=here)
+        own = {name: layout.shard(x, group.rank()) for name, x in more.items()}
+        with sharded(torch.nn.Module(), layout, group, cu_seqlens=documents, islands=islands):
+            mine = mask(create=create, tokens=here.shape[1], position_ids=here, **own)
             zeros = torch.zeros(1, 1, here.shape[1], 8)
             v = layout.shard(values, group.rank(), 2)
             out, _ = integration.attention_interface(torch.nn.Module(), zeros, zeros, v, mine, position_ids=here)
@@ -235,6 +309,15 @@ def generate() -> None:
     run_ranks(2, forward)
 
 
+def with_sharding(create: str | None = None, **given: Any) -> None:
+    """Run a forward inside sharded on one rank, or make one mask with the islands of transformers."""
+    with sharded(model := build_model("llama"), None, **given):
+        if create is not None:
+            mask(create=create, block_sequence_ids=IMAGES[:1] - 1)
+        else:
+            model(token_ids())
+
+
 def with_cache() -> None:
     model = build_model("llama").eval()
     model(token_ids()[:, :1], past_key_values=model(token_ids()).past_key_values)
@@ -270,7 +353,19 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "mask function .*lambda", lambda: mask(and_mask_function=lambda *_: ONES[0, 0] > 0)
     ),
     "or_mask_function": (NotImplementedError, "or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
-    "block_sequence_ids": (NotImplementedError, "or_masks", lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
+    "islands that are not given": (
+        ValueError, "islands and the batch disagree on the token at position 0",
+        lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS)),
+    ),
+    "islands without image tokens": (RuntimeError, "made no mask with islands", lambda: with_sharding(islands=ISLANDS)),
+    "islands longer than the window": (
+        NotImplementedError, "an island is longer than 5", lambda: with_sharding("window", islands=ISLANDS),
+    ),
+    "tree of another length": (ValueError, "tree has 34 tokens: the layout has 43", lambda: with_sharding(tree=TREE)),
+    "tree and labels": (
+        ValueError, "labels cannot be used with tree",
+        lambda: shard_batch({"input_ids": token_ids(), "labels": token_ids()}, None, tree=TREE),
+    ),
     "two windows": (
         NotImplementedError, "mask sets .*window_size.* twice",
         lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3)),
@@ -343,7 +438,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "attributes of the mask": (AttributeError, "dtype .* does not build mask tensors", lambda: mask().dtype),
     "batch: padding": (ValueError, "cu_seqlens", lambda: shard_batch({**IDS, "attention_mask": PADDING}, "zigzag")),
-    "batch: unknown": (ValueError, "token_type_ids", lambda: shard_batch({**IDS, "token_type_ids": ONES}, "zigzag")),
+    "batch: unknown": (ValueError, "special_tokens", lambda: shard_batch({**IDS, "special_tokens": ONES}, "zigzag")),
     "batch: empty": (ValueError, "must have either input_ids", lambda: shard_batch({}, "zigzag")),
     "batch: documents": (ValueError, "must end at 43", lambda: shard_batch(IDS, "zigzag", cu_seqlens=[0, 42])),
 }  # fmt: skip

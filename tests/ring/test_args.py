@@ -118,16 +118,16 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"causal": True, "islands": [(1, 3), (2, 4)]}, r"islands\[1\] is \(2, 4\): ranges must ascend, without overlap"),
     (
         {"causal": True, "islands": [(1, 3), (6, 9)]},
-        r"islands\[1\] is \(6, 9\): it must end at 8 at most, the number of",
+        r"islands\[1\] is \(6, 9\): it must end in its document, at 8 at most",
     ),
     (
         {"causal": True, "islands": [(0, 2), (3, 6)], "cu_seqlens": [0, 2, 5, 8]},
-        r"islands\[1\] is \(3, 6\), but a document ends at 5",
+        r"islands\[1\] is \(3, 6\): it must end in its document, at 5 at most",
     ),
     ({"intervals": [(EIGHT[:7], EIGHT[:7] + 1)]}, "intervals has 7 positions: it must have 8, those of the queries"),
     (
         {"intervals": [(EIGHT * 0, EIGHT), (EIGHT, EIGHT + 2)]},
-        r"intervals\[1\] ends at 9 at position 7: it must end at 8 at most, the number of keys",
+        "intervals ends at 9 at position 7: it must end at 8 at most, the number of keys",
     ),
     (
         {"intervals": [(EIGHT % 3, EIGHT + 1)]},
@@ -215,7 +215,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"intervals": [(EIGHT, EIGHT), (EIGHT[:7], EIGHT[:7])]},
-        r"intervals\[1\] has 7 positions: it must have 8, as \[0\]",
+        r"intervals\[1\] has 7 positions: it must have 8, as intervals",
     ),
     ({"intervals": []}, "intervals is empty: it must have at least one pair"),
     (

@@ -31,8 +31,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 7}),
     "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 11, **ALTERNATING}),
     "gemma3": ("Gemma3TextConfig", {"query_pre_attn_scalar": 11, **ALTERNATING}),
+    "gemma3 images": (
+        "Gemma3Config",
+        {
+            "text_config": SIZES
+            | {"query_pre_attn_scalar": 11, "sliding_window": 5, "layer_types": ALTERNATING["layer_types"]},
+            "vision_config": {
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+            },
+        },
+    ),
     "gpt-oss": ("GptOssConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, **ALTERNATING}),
 }
+ISLANDS = [(3, 12), (24, 40)]
+IMAGES = torch.stack(
+    [sum((torch.arange(TOKENS) >= begin) & (torch.arange(TOKENS) < end) for begin, end in ISLANDS)] * 2
+)
 register()
 
 
@@ -45,7 +62,7 @@ class Result(NamedTuple):
 def build_model(name: str, attention: str = "ringattn") -> Any:
     config, options = CONFIGS[name]
     torch.manual_seed(0)
-    built_config = getattr(transformers, config)(**SIZES | options)
+    built_config = getattr(transformers, config)(**options if "text_config" in options else SIZES | options)
     built_config._experts_implementation = "eager"  # the grouped GEMM does not support float64
     return AutoModelForCausalLM.from_config(built_config, attn_implementation=attention).float().train()
 
@@ -66,12 +83,22 @@ class Float64Mode(TorchFunctionMode):
 
 def run_one_process(model: Any, documents: Sequence[int]) -> Result:
     ids, items = token_ids(), token_ids().shape[0] * (TOKENS - len(documents) + 1)
-    parts = [ids[:, start:end] for start, end in pairwise(documents)]
-    outs = [model(input_ids=part, labels=part, num_items_in_batch=items) for part in parts]
+    outs = []
+    for start, end in pairwise(documents):
+        part, images = ids[:, start:end], image_entries(model.config.model_type, IMAGES[:, start:end])
+        outs.append(model(input_ids=part, labels=part, num_items_in_batch=items, **images))
     loss = torch.stack([out.loss for out in outs]).sum()
     loss.backward()
     logits = torch.cat([out.logits for out in outs], 1)
-    return Result(logits.detach(), loss.detach(), {name: x.grad for name, x in model.named_parameters()})
+    return Result(logits.detach(), loss.detach(), gradients(model))
+
+
+def image_entries(kind: str, images: Tensor) -> dict[str, Tensor]:
+    return {"token_type_ids": images} if kind == "gemma3" else {}
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}  # the vision tower has none
 
 
 @cache
@@ -83,7 +110,10 @@ def eager_results(name: str, documents: tuple[int, ...]) -> tuple[Result, Result
 
 
 def check_against_eager(name: str, ours: Result, documents: Sequence[int]) -> None:
-    pytorch, exact = eager_results(name, tuple(documents))
+    check_results(ours, *eager_results(name, tuple(documents)))
+
+
+def check_results(ours: Result, pytorch: Result, exact: Result) -> None:
     assert_as_exact_as_pytorch("logits", ours.logits, pytorch.logits, exact.logits)
     terms = exact.logits.abs().max().item()  # a loss is a difference of logits
     assert_as_exact_as_pytorch("loss", ours.loss, pytorch.loss, exact.loss, magnitude=terms)

@@ -172,6 +172,19 @@ def provide_qkv(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
+def provide_masks(group: GroupLike) -> Iterator[dict[str, Any]]:
+    from ringattn import Layout, ring
+
+    with provide_qkv(group) as names:
+        yield names | {"torch": torch, "ring": ring, "layout": Layout.contiguous(16, 1)}
+
+
+@contextmanager
+def provide_training(group: GroupLike) -> Iterator[dict[str, Any]]:
+    yield execute("docs/training.md#train-your-model")
+
+
+@contextmanager
 def provide_model(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield a tiny Llama in a folder, and a batch."""
     from torch.utils.data import DataLoader
@@ -285,8 +298,10 @@ def provide_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
 SETUPS = {
     "README.md#example": SectionSetup(provide_readme),
     "docs/ring.md#configure-a-ring": SectionSetup(provide_qkv, virtual=8, replaced=("Limits(ctas=16)", "Limits()")),
+    **{f"docs/masks.md#{name}": SectionSetup(provide_masks) for name in ("islands", "intervals", "prefix-trees")},
     "docs/ring.md#bring-your-own-transport": SectionSetup(provide_counting_transport),
     "docs/ring.md#ulysses-x-ring": SectionSetup(provide_qkv, processes=8, replaced=('"cuda"', '"cpu"'), nightly=True),
+    "docs/training.md#rollouts": SectionSetup(provide_training),
     "docs/integrations.md#hugging-face-transformers": SectionSetup(provide_model),
     "docs/integrations.md#trainer": SectionSetup(provide_model),
     "docs/integrations.md#accelerate": SectionSetup(provide_accelerate, processes=2, nightly=True),

@@ -18,6 +18,7 @@ from ringattn.bench import cli
 from ringattn.bench.common.attention import random_boundaries
 from ringattn.bench.common.result import Result, read_result
 from ringattn.comm.topology.topology import Topology
+from ringattn.ring import Intervals, prefix_tree, slices
 from ringattn.ring.schedule import mask as patterns
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
@@ -157,14 +158,24 @@ def test_pairs_and_cells_agree_with_the_mask(call: CallSummary) -> None:
      Mask(blocks=patterns.bigbird(64, 4, window=3, global_=1, random=2, seed=7))),
     ("--full --block-mask longformer,window=8,global=2", "window (4, 4), 2 global tokens",
      Mask(window=(4, 4), global_tokens=((0, 2),))),
+    ('--mask {"islands":[[4,20],[30,50]]}', "causal, 2 islands", Mask(causal=True, islands=((4, 20), (30, 50)))),
+    ('--mask {"lengths":[24,20,20],"parents":[-1,0,0]}', "causal, 2 intervals",
+     Mask(causal=True, intervals=prefix_tree([24, 20, 20], [-1, 0, 0]).intervals)),
+    ('--full --mask {"slices":[[[0,64],[0,64],"causal"]]}', "1 interval",
+     Mask(intervals=slices([((0, 64), (0, 64), 1)], 64))),
+    (f'--full --mask {{"intervals":[{[[9] * 64, [12] * 64]}]}}'.replace(", ", ","), "1 interval",
+     Mask(intervals=Intervals([(torch.full((64,), 9), torch.full((64,), 12))]))),
 ])  # fmt: skip
 def test_every_mask_has_its_flags(flags: str, title: str, mask: Mask, target: Path) -> None:
+    flags, json, text = flags.partition("{")
+    (target.parent / "mask.json").write_text(json + text)
+    flags += f"{target.parent / 'mask.json'}" if json else ""
     text = run(f"--seqlen 64 --world 4 --layout contiguous {flags} --json {target}")
     assert " ".join(text.split()).startswith(f"contiguous, {title}, 64 tokens over 4 ranks; ")
     assert f"\n\n{schedule(Layout.contiguous(64, 4), mask)}\n\n" in text
     call, positions = read_result(target).provenance["call"], torch.arange(64)
     assert sum(of_ranks(call, "visible pairs")) == visible_pairs(mask, positions, positions)
-    named = ("window", "documents", "prefix", "used", "blocks", "global_tokens")
+    named = ("window", "documents", "prefix", "used", "blocks", "global_tokens", "islands", "intervals")
     changed = [name for name in named if getattr(mask, name) != getattr(Mask(), name)]
     assert call["mask"]["causal"] == mask.causal and len(call["mask"]) == len(changed) + 1
 
@@ -181,6 +192,9 @@ def test_mask_cells_cover_several_tokens() -> None:
     assert ranks.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]  # all ranks of the stripes appear
     assert np.array_equal(grid >= 0, np.tri(8, dtype=bool))
     assert call_of(Layout.contiguous(2, 2), Mask(causal=True)).balance == 3 / 4
+    apart = slices([((0, 3), (0, 3), "full"), ((3, 4), (13, 16), "full")], 16)  # two queries of one cell
+    _, grid = mask_cells(call_of(Layout.contiguous(16, 1), Mask(intervals=apart)), cells=4)
+    assert (grid[0] >= 0).tolist() == [True, False, False, True]
 
 
 def test_a_zigzag_per_document(target: Path) -> None:
@@ -259,6 +273,7 @@ def test_each_hop_number_has_one_character() -> None:
     ("--block-mask strided,block=4", "'--block-mask': 'strided,block=4' has other parameters than strided takes"),
     ("--layout spiral", "'--layout': got 'spiral': it must be contiguous"),
     ("--layout none.json", "--layout is none.json: No such file"),
+    ("--mask none.json", "--mask is none.json: No such file"),
     ("--layout none.json --world 4", "--world and --layout are both given"),
     ("--seqlen 1m --block-mask strided,block=1,stride=4", "over 4 ranks in blocks of 1 are too many"),
     ("--per-document", "--per-document needs --documents or --cu-seqlens"),
