@@ -156,7 +156,7 @@ _BLACKWELL = {  # accumulators in tensor memory, softmax in registers: 128 x 128
     64: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
     128: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
     256: KernelConfig(Tile(64, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
-    512: _HOPPER[512],
+    512: KernelConfig(Tile(64, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 16, 8, 1)),
 }
 _AMPERE = {  # 163 KB; mma.sync keeps operands in registers: smaller tiles, deeper pipelines
     64: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),

@@ -24,6 +24,7 @@ from .config import (
     single_pass_tile,
     value_columns,
 )
+from .device.tile_ops import MAX_PART_WIDTH
 from .device.tiles import LaunchShape, StridedTensor
 from .gpu import gpu_or_interpreter, gpu_specs, shared_limit
 from .launch import (
@@ -233,6 +234,11 @@ def check_config(config: KernelConfig | None, q: Tensor, v: Tensor) -> None:
     if isinstance(config.dkdv_splits, int) and group % config.dkdv_splits:
         raise ValueError(
             f"config.dkdv_splits is {config.dkdv_splits}: it must divide the {group} query heads per key head"
+        )
+    if is_single_pass(config) and (head_dim := max(q.shape[3], v.shape[3])) > MAX_PART_WIDTH:
+        raise ValueError(
+            f"config.backward is {config.backward!r} and the head dim {head_dim}: it supports head dims up to "
+            f"{MAX_PART_WIDTH}. Use 'two_pass'."
         )
     if config.persistent:
         resolve_sm_margin(config.sm_margin, gpu_or_interpreter(q.device).multiprocessors)

@@ -25,6 +25,8 @@ from .score_modifiers import (
 )
 from .tile_ops import (
     add_tiles,
+    keep_value_rows,
+    kept_value_rows,
     load_lse_log2,
     load_rows,
     matmul_accumulate,
@@ -87,7 +89,7 @@ def dq_phase(acc, queries, keys, seqlen_k, scores, begin, end, sizes, MASKED: tl
         qk, tanh = modify_scores(matmul_nt(queries.q, k_tile), scores, positions)
         p = tl.exp2(qk * unit - queries.lse[:, None])
         v_tile = load_rows(keys.v, offs_k, seqlen_k, sizes.HEAD_DIM_V, MASKED)
-        dp = matmul_nt(queries.dout, v_tile)
+        dp = matmul_nt(kept_value_rows(queries.dout, sizes.HEAD_DIM_V), v_tile)
         if scores.modifiers.counter is not None:
             dp = tl.where(dropout_keep_mask(scores, positions, False), dp * scores.modifiers.kept, 0.0)
         ds = p * (dp - queries.delta[:, None])
@@ -145,7 +147,7 @@ def dq_tile(queries, keys, dq_in, dq_out, bounds, shape, softmax_scale, modifier
     lse = load_lse_log2(queries.lse + row, offs_q, shape.rows)
     delta = tl.load(queries.delta + row + offs_q, mask=offs_q < shape.rows, other=0.0)
     q = load_rows(select_head(queries.q, batch, column), offs_q, shape.rows, sizes.HEAD_DIM, True)
-    dout = load_rows(select_head(queries.dout, batch, column), offs_q, shape.rows, sizes.HEAD_DIM_V, True)
+    dout = keep_value_rows(select_head(queries.dout, batch, column), offs_q, shape.rows, sizes)
     queries = Queries(q, dout, lse, delta)
     place = load_tile_position(modifiers, offs_q, shape.rows, batch, column)
     scores = TileScores(lo, hi, place, modifiers, softmax_scale)

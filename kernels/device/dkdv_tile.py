@@ -16,6 +16,8 @@ from .score_modifiers import (
 )
 from .tile_ops import (
     add_tiles,
+    keep_value_rows,
+    kept_value_rows,
     load_lse_log2,
     load_rows,
     load_tile,
@@ -57,7 +59,7 @@ def dkdv_phase(dk, dv, keys, queries, seqlen_q, scores, query_range, gradients, 
             keep = dropout_keep_mask(scores, positions, True)
             dv = matmul_accumulate(tl.where(keep, p, 0.0), dout_tile, dv)
         if gradients.dq is None or scores.modifiers.counter is not None:
-            dp = matmul_nt(keys.v, dout_tile)
+            dp = matmul_nt(kept_value_rows(keys.v, sizes.HEAD_DIM_V), dout_tile)
             if scores.modifiers.counter is not None:
                 dp = tl.where(keep, dp * scores.modifiers.kept, 0.0)
             delta_tile = tl.load(queries.delta + offs_q, mask=offs_q < seqlen_q, other=0.0)
@@ -90,7 +92,7 @@ def dkdv_tile(
     lo, hi = load_row_bounds(bounds, offs_k, visit.keys, shape.columns)
     head_k = head if shape.splits is None else head // shape.splits
     k = load_rows(select_head(keys.k, batch, head_k), offs_k, seqlen_k, sizes.HEAD_DIM, True)
-    keys = Keys(k, load_rows(select_head(keys.v, batch, head_k), offs_k, seqlen_k, sizes.HEAD_DIM_V, True))
+    keys = Keys(k, keep_value_rows(select_head(keys.v, batch, head_k), offs_k, seqlen_k, sizes))
 
     dk, dv = zero_tile(sizes.BLOCK_K, sizes.HEAD_DIM), zero_tile(sizes.BLOCK_K, sizes.HEAD_DIM_V)
     MASKED: tl.constexpr = bounds.lo is not None or bounds.seqused_k is not None or RAGGED

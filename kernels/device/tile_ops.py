@@ -41,33 +41,63 @@ def padded_width(head_dim):
     return max(triton.next_power_of_2(head_dim), MIN_PART_WIDTH)
 
 
+@triton.constexpr_function
+def needs_reload(dtype, *head_dims):
+    """Return True if 16 fp32 rows of these head dims, kept for a whole loop, exceed 99 KB of shared memory."""
+    columns = sum(first_part_width(dim) + second_part_width(dim) for dim in head_dims)
+    return dtype == tl.float32 and columns > 2 * MAX_PART_WIDTH
+
+
 @triton.jit
-def load_rows(tensor, offs, limit, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr):
-    """Load the rows ``offs`` of one head; fill with zeros past the head dim and, if CHECK, past ``limit``."""
+def load_rows(tensor, offs, limit, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr, VOLATILE: tl.constexpr = False):
+    """Load the rows ``offs`` of one head; fill with zeros past the head dim and, if CHECK, past ``limit``.
+
+    VOLATILE keeps the compiler from moving the load out of a loop.
+    """
     FIRST: tl.constexpr = first_part_width(HEAD_DIM)
     SECOND: tl.constexpr = second_part_width(HEAD_DIM)
-    first = load_part(tensor, offs, limit, 0, FIRST, HEAD_DIM, CHECK)
+    first = load_part(tensor, offs, limit, 0, FIRST, HEAD_DIM, CHECK, VOLATILE)
     if SECOND == 0:
         return (first,)
     else:
-        return (first, load_part(tensor, offs, limit, FIRST, SECOND, HEAD_DIM, CHECK))
+        return (first, load_part(tensor, offs, limit, FIRST, SECOND, HEAD_DIM, CHECK, VOLATILE))
 
 
 @triton.jit
 def load_part(
-    tensor, offs, limit, BEGIN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr
-):
+    tensor, offs, limit, BEGIN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr,
+    VOLATILE: tl.constexpr = False,
+):  # fmt: skip
     offs_d = BEGIN + tl.arange(0, WIDTH)
     pointers = row_pointers(tensor, offs, offs_d)
     PADDED: tl.constexpr = BEGIN + WIDTH > HEAD_DIM
     if CHECK and PADDED:
-        return tl.load(pointers, mask=(offs[:, None] < limit) & (offs_d[None, :] < HEAD_DIM), other=0.0)
+        inside = (offs[:, None] < limit) & (offs_d[None, :] < HEAD_DIM)
+        return tl.load(pointers, mask=inside, other=0.0, volatile=VOLATILE)
     elif CHECK:
-        return tl.load(pointers, mask=offs[:, None] < limit, other=0.0)
+        return tl.load(pointers, mask=offs[:, None] < limit, other=0.0, volatile=VOLATILE)
     elif PADDED:
         return tl.load(pointers, mask=offs_d[None, :] < HEAD_DIM, other=0.0)
     else:
         return tl.load(pointers)
+
+
+@triton.jit
+def keep_value_rows(tensor, offs, limit, sizes):
+    """Load rows of v or dO for all steps of a loop, or return the arguments with which each step loads them."""
+    if needs_reload(tensor.ptr.dtype.element_ty, sizes.HEAD_DIM, sizes.HEAD_DIM_V):
+        return tensor, offs, limit
+    else:
+        return load_rows(tensor, offs, limit, sizes.HEAD_DIM_V, True)
+
+
+@triton.jit
+def kept_value_rows(rows, HEAD_DIM_V: tl.constexpr):
+    """Return the tile of `keep_value_rows`."""
+    if len(rows) == 3:
+        return load_rows(rows[0], rows[1], rows[2], HEAD_DIM_V, True, True)
+    else:
+        return rows
 
 
 @triton.jit

@@ -160,6 +160,10 @@ HEAD_DIM_256 = inputs(Sizes(head_dim=256))
              "config": replace(TWO_PASSES, backward="single_pass")},
             "head dim 256 has no default tile for a single-pass backward .* up to 128",
         ),
+        (
+            {"v": torch.zeros(1, 40, 1, 300), "dout": torch.zeros(1, 40, 1, 300)},
+            "config.backward is 'single_pass' and the head dim 300: it supports head dims up to 256",
+        ),
     ],
 )  # fmt: skip
 def test_arguments_that_are_refused(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
