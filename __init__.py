@@ -79,8 +79,8 @@ _FOLDERS = (
     "tools",
 )
 _RING = (
-    "Documents Layout LayoutLike LocalAttention PrefixTree RectangleAttention Ring Session Supports checkpoint_policy halo "
-    "merge positions register_backend relayout ring_attention roll shard unshard"
+    "Documents Layout LayoutLike LocalAttention PrefixTree RectangleAttention Ring Session Supports "
+    "checkpoint_policy halo merge positions register_backend relayout ring_attention roll shard unshard"
 )
 _HOME = dict.fromkeys(_RING.split(), "ring")
 _HOME |= dict.fromkeys(("LocalWorld", "single_rank"), "comm")

@@ -27,7 +27,7 @@ from .mesh import Ranks, Rings, ring_layout, ulysses_layout
 from .ring import Ring
 from .row_packing import PackedRows, RowMasks, has_row_boundaries, lengths_per_row, pack_batch, split_row_masks
 from .schedule.intervals import Intervals, limit_paths
-from .schedule.layout import Layout, LayoutLike, resolve_documents, shift_layout
+from .schedule.layout import Documents, Layout, LayoutLike, resolve_documents, shift_layout
 from .schedule.mask import NO_WINDOW, UNLIMITED, BlockMask, Longformer, Mask, PositionRange, read_ranges
 from .schedule.plan import Plan, plan
 from .shards import resolve_layout
