@@ -228,10 +228,11 @@ def test_differing_arguments_are_refused_on_both_ranks(
     run_ranks(2, refused)
 
 
-def test_plans_of_a_million_tokens_on_64_ranks_take_less_than_a_tenth_of_a_second() -> None:
+def test_plans_of_a_million_tokens_on_64_ranks_take_a_fraction_of_a_second() -> None:
     tokens, ranks = 1 << 20, 64
     cuts = [0, *sorted(Random(0).sample(range(1, tokens), 100)), tokens]
     documents, zigzag = resolve_documents(cuts, tokens), Layout.zigzag(tokens, ranks, cu_seqlens=cuts)
     for move in (Relayout(Layout.contiguous(tokens, ranks)), Roll(-1, documents), Halo(3, 0, documents)):
         plan = lambda: plan_exchanges.__wrapped__(zigzag, move, (ranks,), 17)  # noqa: E731, B023
-        assert min(repeat(plan, timer=process_time, repeat=3, number=1)) < 0.1
+        seconds = min(repeat(plan, timer=process_time, repeat=3, number=1))
+        assert seconds < 0.5  # 0.04 to 0.07 s on a fast core; a loop over tokens takes seconds
