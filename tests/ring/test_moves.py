@@ -234,6 +234,5 @@ def test_plans_of_a_million_tokens_on_64_ranks_take_a_fraction_of_a_second() -> 
     documents, zigzag = resolve_documents(cuts, tokens), Layout.zigzag(tokens, ranks, cu_seqlens=cuts)
     for move in (Relayout(Layout.contiguous(tokens, ranks)), Roll(-1, documents), Halo(3, 0, documents)):
         plan = lambda: plan_exchanges.__wrapped__(zigzag, move, (ranks,), 17)  # noqa: E731, B023
-        assert (
-            min(repeat(plan, timer=process_time, repeat=3, number=1)) < 0.5
-        )  # 0.04 to 0.07 s; a loop over tokens takes seconds
+        seconds = min(repeat(plan, timer=process_time, repeat=3, number=1))
+        assert seconds < 0.5  # 0.04 to 0.07 s on a fast core; a loop over tokens takes seconds
