@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -412,6 +413,32 @@ class Ring:
         A report has compute and wait seconds, bytes, the last step and clock rates.
         """
         return self._watch.telemetry() if self._watch is not None else ()
+
+    def speeds(self, work: Sequence[float] | None = None) -> tuple[float, ...]:
+        """Return the relative speed of every rank, for ``Layout.packed`` and ``Layout.balanced``. Mean about 1.
+
+        Every rank calls this method, between two calls of the ring, and gets the same speeds: the work of a rank
+        divided by its compute seconds of the last 10 s, rounded to 1/64. Before all ranks have computed, all are 1.
+
+        Args:
+            work: relative work of every rank in the layout of these calls, such as its speed when the layout was made.
+                None: equal.
+
+        Raises:
+            ValueError: ``work`` does not have one number above 0 per rank.
+        """
+        amounts = [1.0] * self.size if work is None else [float(amount) for amount in work]
+        if len(amounts) != self.size or not all(0 < amount < math.inf for amount in amounts):
+            raise ValueError(f"work is {short_repr(work)}: it must be {self.size} finite numbers above 0, one per rank")
+        if self._watch is None:
+            return (1.0,) * self.size
+        own = next((report.row.compute for report in self.telemetry() if report.rank == self.rank), 0.0)
+        seconds = [float(str(each)) for each in self._gather(own, "compute seconds")]
+        if not all(seconds):
+            return (1.0,) * self.size
+        rates = [amount / each for amount, each in zip(amounts, seconds, strict=True)]
+        mean = math.fsum(rates) / self.size
+        return tuple(max(round(64 * rate / mean), 1) / 64 for rate in rates)
 
     def _get_watch(self, device: torch.device) -> Watch:
         if self._closed:

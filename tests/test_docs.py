@@ -202,14 +202,15 @@ def check_rollouts(names: dict[str, Any]) -> None:
             loss = names["rollout_loss"](model, parts, parents, 4, group)
             return [loss, *(parameter.grad for parameter in model.parameters())]
         paths = [torch.cat([parts[node] for node in path])[None] for path in ((0, 1), (0, 2, 3))]
-        loss = sum(
+        losses = [
             torch.nn.functional.cross_entropy(
                 model(path, torch.arange(path.shape[1]), partial(ring_attention, causal=True))[0, :-1],
                 path[0, 1:],
                 reduction="sum",
             )
             for path in paths
-        )
+        ]
+        loss = torch.stack(losses).sum()
         loss.backward()
         return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 

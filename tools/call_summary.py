@@ -92,6 +92,12 @@ class CallSummary:
         slowest = int(self.pairs.max(axis=0).sum())
         return int(self.pairs.sum()) / (self.layout.world * slowest) if slowest else 1.0
 
+    @property
+    def imbalance(self) -> float:
+        """Visible pairs of the slowest rank in all hops, relative to the mean."""
+        by_rank = self.pairs.sum(axis=1)
+        return int(by_rank.max()) * self.layout.world / max(int(by_rank.sum()), 1)
+
 
 def _pairs_by_shard(call: CallSummary, rank: int) -> IntGrid:
     """Return the number of visible pairs of one rank's queries with the keys of each shard, ``[world]``."""
@@ -193,7 +199,7 @@ def rank_rows(call: CallSummary) -> list[dict[str, Any]]:
 
 def call_provenance(call: CallSummary) -> dict[str, Any]:
     """Return the arguments of the call and the row of each rank, for the provenance of a result."""
-    names = ("direction", "batch", "heads", "kv_heads", "head_dim", "dtype", "balance")
+    names = ("direction", "batch", "heads", "kv_heads", "head_dim", "dtype", "balance", "imbalance")
     return {
         "layout": call.layout_name,
         "seqlen": call.layout.seqlen,

@@ -42,6 +42,9 @@ def show(
     per_document: Annotated[
         bool, typer.Option("--per-document", help="Zigzag within each document instead of the whole sequence.")
     ] = False,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Layout.packed: even work and few K/V to send; needs documents.")
+    ] = False,
     causal: flags.Causal = True,
     window: flags.Window = None,
     cu_seqlens: flags.CuSeqlens = None,
@@ -73,9 +76,10 @@ def show(
     from ..bench.common.output import is_printing_rank
     from ..bench.common.provenance import provenance
     from ..bench.common.result import Result, Row, finish_command
+    from ..comm.topology.topology import Topology
     from ..ring import Layout
     from ..ring.prepare import Layouts, mask_from_options
-    from ..ring.schedule.mask import NO_WINDOW
+    from ..ring.schedule.mask import NO_WINDOW, Mask
     from .call_summary import CallSummary, call_provenance, hop_rows
 
     own = None if isinstance(layout, LayoutName) else flags.read_layout(context, layout, "seqlen", "world")
@@ -97,10 +101,16 @@ def show(
         boundaries = document_boundaries(tokens, cu_seqlens, documents, documents_seed)
         if per_document and (boundaries is None or lengths is not None or layout is not LayoutName.zigzag):
             raise ValueError("--per-document needs --documents or --cu-seqlens, and --layout zigzag")
+        if packed and (boundaries is None or lengths is not None or per_document or layout is not LayoutName.zigzag):
+            raise ValueError("--packed needs --documents or --cu-seqlens, and no other layout")
         if lengths is not None:
             token_layout, name = Layout.uneven(lengths), "uneven"
         elif per_document:
             token_layout, name = Layout.zigzag(seqlen, world, boundaries), "zigzag per document"
+        elif packed:
+            masks = [(Mask(causal, window or (UNLIMITED, UNLIMITED)), 1)]
+            topology = None if world % nodes else Topology.grid(nodes, world // nodes)
+            token_layout, name = Layout.packed(boundaries, world, masks=masks, topology=topology), "packed"
         elif own is not None:
             token_layout, name = own, layout.name
         else:
@@ -152,7 +162,7 @@ def summary_lines(call: CallSummary) -> list[str]:
         f"{call.dtype}",
         f"sent by all ranks (relative to a full mask): {', '.join(traffic)}",
         f"{int(call.pairs.sum()):,} visible pairs{rows}; ranks compute {call.balance:.0%} of the time, if every hop "
-        "lasts as long as its slowest rank",
+        f"lasts as long as its slowest rank; over all hops the slowest rank has {call.imbalance:.2f} times the mean",
     ]
 
 

@@ -18,13 +18,19 @@ from hashlib import sha256
 from itertools import accumulate, pairwise
 from math import floor, inf, lcm
 from numbers import Rational
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from ...kernels.checks import check_not_dtensor, check_tensor
 from ...kernels.shared_cache import SharedCache
 from ...validators import FLAG, RANKS, Validator, integer_between, list_like, real_number, short_repr
+from .packed_layout import MAX_RUN_PAIRS, MAX_WORK, PackedMask, PackedProblem, packed_spans
+
+if TYPE_CHECKING:
+    from ...comm.topology.topology import Topology
+    from .mask import Mask
 
 MAX_POSITIONS = (1 << 62) - 1  # a position plus one side of a window must fit in 64 bits
 MAX_DIMS = 64  # dimensions of a tensor
@@ -270,6 +276,29 @@ def _exact_speeds(given: Iterable[float]) -> list[Fraction]:
     return exact
 
 
+def _packed_masks(given: Iterable[tuple[Mask, int]] | None) -> tuple[PackedMask, ...]:
+    """Return the checked masks of :meth:`Layout.packed`."""
+    if given is None:
+        return (PackedMask(-1, 0, 1),)
+    masks = []
+    for index, pair in enumerate(list_like("a list of pairs of a Mask and a number of layers").check("masks", given)):
+        try:
+            mask, layers = pair
+            plain = mask == type(mask)(mask.causal, mask.window)
+        except (AttributeError, TypeError, ValueError):
+            plain = False
+        if not plain:
+            raise ValueError(
+                f"masks[{index}] is {short_repr(pair)}: it must be (Mask, layers), with a causal or full mask, "
+                "with or without a window"
+            )
+        layers = check_at_least(1, f"masks[{index}][1]", layers)
+        masks.append(PackedMask(mask.window[0], 0 if mask.causal else mask.window[1], layers))
+    if not masks:
+        raise ValueError("masks is empty: it must have at least one pair of a Mask and a number of layers")
+    return tuple(masks)
+
+
 def _from_both_ends(start: int, end: int, heads: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Span, Span]]:
     """Yield two runs per rank: ``heads[rank]`` tokens from the start, and the rest of its tokens from the end."""
     for head, length in zip(heads, lengths, strict=True):
@@ -421,6 +450,80 @@ class Layout:
         if causal:
             return cls(_by_causal_pairs(seqlen, exact))
         return cls.uneven(_differences(_nearest(seqlen * share) for share in _shares(exact)))
+
+    @classmethod
+    def packed(
+        cls,
+        cu_seqlens: Iterable[int] | torch.Tensor,
+        world: int,
+        *,
+        masks: Iterable[tuple[Mask, int]] | None = None,
+        topology: Topology | None = None,
+        speeds: Iterable[float] | None = None,
+        max_tokens: int | None = None,
+    ) -> Layout:
+        """Return a layout of packed documents that balances work and tokens and moves few K/V.
+
+        A document that fits a rank stays whole on it, so that its K/V do not move. Longer documents are cut among ranks
+        that are neighbours in the ring. The choice minimises an estimate of the time of a step: the slowest rank's
+        visible pairs and hops, and the busiest link inside and between nodes. By this estimate no named layout
+        (contiguous, zigzag, zigzag per document, striped) is better. With windows, the last two are compared only for
+        up to 2^20 pairs of spans. If shards are short, few hops count more than even work. The estimate uses integers,
+        so that all ranks compute the same layout.
+
+        Args:
+            cu_seqlens: boundaries of the documents, a list or a CPU tensor.
+            world: number of ranks.
+            masks: masks of the layers, which share the layout, as pairs of a :class:`Mask` and its number of layers.
+                They may be causal and have a window; the documents are added. None: causal.
+            topology: order and nodes of the ranks, as for the ring. None: one node, in rank order.
+            speeds: relative speed of every rank, such as :meth:`.Ring.speeds`; 0: no tokens. None: equal.
+            max_tokens: most tokens of a rank. None: 1.1 times the mean, or its share by ``speeds``, if possible.
+
+        Raises:
+            ValueError: an argument is invalid, ``speeds`` or ``topology`` have another number of ranks, or the ranks
+                cannot hold the tokens within ``max_tokens``.
+        """
+        documents, world = Documents(cu_seqlens), RANKS.check("world", world)
+        exact = _exact_speeds([1] * world if speeds is None else speeds)
+        if len(exact) != world:
+            raise ValueError(f"speeds has {len(exact)} entries: it must have one per rank, {world}")
+        if topology is not None and topology.world != world:
+            raise ValueError(f"topology has {topology.world} ranks: it must have {world}, like world")
+        unit = lcm(*(speed.denominator for speed in exact))
+        nodes = (tuple(range(world)),) if topology is None else topology.nodes
+        two_level = topology is not None and topology.two_level
+        problem = PackedProblem(
+            np.array(documents.boundaries),
+            _packed_masks(masks),
+            nodes if two_level else (tuple(rank for node in nodes for rank in node),),
+            tuple(int(speed * unit) for speed in exact),
+            None if max_tokens is None else check_at_least(0, "max_tokens", max_tokens),
+            len(nodes) > 1 and not two_level,
+        )
+        seqlen, ranks = documents.seqlen, len(problem.order)
+        if seqlen * int(problem.lengths.max()) * sum(mask.layers for mask in problem.masks) > MAX_WORK:
+            raise ValueError("cu_seqlens and masks have more than 2^60 pairs of tokens: use shorter documents")
+        if problem.max_tokens is not None and ranks * problem.max_tokens < seqlen:
+            raise ValueError(
+                f"max_tokens is {max_tokens}: {ranks} ranks with a speed above 0 cannot hold {seqlen} tokens. "
+                f"It must be at least {-(-seqlen // ranks)}."
+            )
+
+        def place(layout: Layout) -> list[tuple[Span, ...]]:
+            spans: list[tuple[Span, ...]] = [()] * world
+            for rank, own in zip(problem.order, layout.spans_per_rank, strict=True):
+                spans[rank] = own
+            return spans
+
+        fine = [
+            lambda: place(cls.zigzag(seqlen, ranks, documents.boundaries)),
+            lambda: place(cls.striped(seqlen, ranks)),
+        ]
+        run_pairs = len(documents.boundaries) * (2 * ranks) ** 2, seqlen * int(problem.lengths.max())
+        named = [place(cls.contiguous(seqlen, ranks)), place(cls.zigzag(seqlen, ranks))]
+        few = [build for build, count in zip(fine, run_pairs, strict=True) if count <= MAX_RUN_PAIRS]
+        return cls(packed_spans(problem, named, few) if seqlen else named[0])
 
     @property
     def world(self) -> int:

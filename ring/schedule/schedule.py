@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .formatting import format_schedule
+from .hop_order import order_distances
 from .layout import Layout
 from .mask import Mask
 from .visibility import active_shards, sent_keys
@@ -295,28 +296,9 @@ def _schedule(
     seen = active_shards(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
     seen = seen.reshape(layout.world, len(plan.outer_steps), len(plan.steps))
     lengths = np.array(plan.lengths, dtype=np.int64)
-    outers, steps = _order(np.asarray(seen.any(axis=2))[:, None], lengths), _order(seen, lengths)
+    outers, steps = order_distances(np.asarray(seen.any(axis=2))[:, None], lengths), order_distances(seen, lengths)
     active = seen[:, outers][:, :, steps].reshape(layout.world, -1).tolist()
     return replace(plan, outer_steps=outers, steps=steps, active=tuple(map(tuple, active)))
-
-
-def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
-    """Return the distances at which any rank sees anything, in the order that moves fewer K/V.
-
-    ``seen`` is ``[shard, outer, distance]``. The candidates are counting up, which sends everything to a neighbour, and
-    nearest first on both sides. Nearest first wins if windows or documents reach to both sides, because K/V would
-    otherwise pass all ranks to arrive from behind.
-    """
-    count = seen.shape[2]
-    upward = (0, *(np.flatnonzero(np.asarray(seen.any(axis=(0, 1)))[1:]) + 1).tolist())
-    nearest = tuple(sorted(upward, key=lambda far: (min(far, count - far), far)))
-
-    def moved_keys(order: tuple[int, ...]) -> int:
-        used = seen[:, :, order]
-        last = np.where(used.any(axis=2), len(order) - 1 - used[:, :, ::-1].argmax(axis=2), 0)
-        return int((last * lengths[:, None]).sum())
-
-    return min(upward, nearest, key=moved_keys)
 
 
 def _select_moves(

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld, reference, ring_attention
+from ringattn import Layout, LocalWorld, Ring, reference, ring_attention
 from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_settings, save, save_ring, shared_ring_settings
 from ringattn.bench.common import launching
 from ringattn.bench.common.process_group import process_group
 from ringattn.bench.common.ranks import launched_rank
+from ringattn.comm.watchdog.telemetry import RankRow, Report
 from ringattn.kernels import Tile, attention, launch, launch_plan
 from ringattn.kernels.tables import KERNELS, TuningPoint
 
@@ -105,3 +106,23 @@ def test_all_ranks_take_rank_0s_ring_settings(tmp_path: Path) -> None:
         "of two": [None, CHOSEN[GPUS[1]], CHOSEN[GPUS[1]]],
         "errors": [message] * len(GPUS),
     }
+
+
+def test_speeds_are_equal_on_all_ranks_and_feed_layouts() -> None:
+    """A rank that computes twice as long for the same work has half the speed; telemetry differs between ranks."""
+
+    def on_rank(group: Any) -> list[tuple[float, ...]]:
+        with Ring(group) as ring:
+            before = ring.speeds()
+            x = torch.randn(1, 4, 1, 16)
+            ring_attention(x, x, x, layout="contiguous", ring=ring)
+            row = RankRow(1, 0.0, "", compute=2.0 if group.rank() == 1 else 1.0)
+            ring.telemetry = lambda: (Report(group.rank(), 0.0, row),)  # type: ignore[method-assign]
+            with pytest.raises(ValueError, match=r"work is \[1, 0, 1\]"):
+                ring.speeds([1, 0, 1])
+            return [before, ring.speeds(), ring.speeds(work=[1, 2, 1])]
+
+    with LocalWorld(3) as world:
+        assert world.run(on_rank) == [[(1.0,) * 3, (77 / 64, 38 / 64, 77 / 64), (1.0,) * 3]] * 3
+    layout = Layout.packed([0, 30_000, 60_000], 3, speeds=(77 / 64, 38 / 64, 77 / 64))
+    assert layout.lengths[1] < min(layout.lengths[0], layout.lengths[2])

@@ -88,7 +88,7 @@ rank 0  0 0 1 1 1 1 0 0
 sent by all ranks (relative to a full mask): forward 4.10 kB (100.0%), backward
 12.3 kB (100.0%)
 36 visible pairs; ranks compute 100% of the time, if every hop lasts as long as
-its slowest rank
+its slowest rank; over all hops the slowest rank has 1.00 times the mean
 """
     )
 
@@ -203,6 +203,13 @@ def test_a_zigzag_per_document(target: Path) -> None:
     assert call["spans"] == [[[*span] for span in spans] for spans in expected]
 
 
+def test_a_packed_layout(target: Path) -> None:
+    _, call = written("--seqlen 24 --world 4 --nodes 2 --cu-seqlens 0,8,24 --window 3,0 --packed", target)
+    masks, topology = [(Mask(causal=True, window=(3, 0)), 1)], Topology.grid(2, 2)
+    expected = Layout.packed([0, 8, 24], 4, masks=masks, topology=topology).spans_per_rank
+    assert call["spans"] == [[[*span] for span in spans] for spans in expected] and call["layout"] == "packed"
+
+
 def test_files_agree_with_the_schedule(target: Path) -> None:
     table = target.with_suffix(".csv")
     flags = "--lengths 4,1,3 --direction -1 --dtype float32 --batch 2 --heads 4 --kv-heads 2 --head-dim 8"
@@ -213,7 +220,7 @@ def test_files_agree_with_the_schedule(target: Path) -> None:
     assert of_ranks(call, "sends backward") == [*plan.bytes(per_token, per_token)]
     assert of_ranks(call, "visible pairs") == [10, 5, 21]
     # the sum over hops of the slowest rank's pairs: ranks 0, 2 and 1
-    assert call["balance"] == 36 / (3 * (10 + 12 + 4))
+    assert call["balance"] == 36 / (3 * (10 + 12 + 4)) and call["imbalance"] == 21 / 12
     sends = [(row["rank"], row["index"], row["kv_to"]) for row in result.rows]
     assert sends == [(rank, hop.index, hop.kv_to) for rank in range(3) for hop in plan.hops(rank)]
     with table.open() as file:
@@ -277,6 +284,8 @@ def test_each_hop_number_has_one_character() -> None:
     ("--layout none.json --world 4", "--world and --layout are both given"),
     ("--seqlen 1m --block-mask strided,block=1,stride=4", "over 4 ranks in blocks of 1 are too many"),
     ("--per-document", "--per-document needs --documents or --cu-seqlens"),
+    ("--packed", "--packed needs --documents or --cu-seqlens"),
+    ("--packed --world 8 --nodes 3 --documents 1k", "nodes is 3: it must divide 8 ranks into equal nodes"),
     ("--out x.gif", "x.gif is not a figure's name: it must end with one of .png, .svg, .pdf"),
 ])  # fmt: skip
 def test_refusals(flags: str, message: str) -> None:
