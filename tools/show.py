@@ -108,7 +108,7 @@ def show(
         elif per_document:
             token_layout, name = Layout.zigzag(seqlen, world, boundaries), "zigzag per document"
         elif packed:
-            masks = [(Mask(causal, window or (UNLIMITED, UNLIMITED)), 1)]
+            masks = [(Mask(causal, window or NO_WINDOW), 1)]
             topology = None if world % nodes else Topology.grid(nodes, world // nodes)
             token_layout, name = Layout.packed(boundaries, world, masks=masks, topology=topology), "packed"
         elif own is not None:
