@@ -207,7 +207,7 @@ def find_wrong_result(job: CheckJob) -> tuple[str, bool]:
             for name in judge.failing_results(errors):
                 again = f" in run {number + 1}" if number else ""
                 return (
-                    f"error of {name} is {errors[name]:.3g}{again}, at most {judge.limits[name]:.3g} allowed "
+                    f"the error of {name} is {errors[name]:.3g}{again}; at most {judge.limits[name]:.3g} is allowed "
                     f"({world} ranks, {dict(masks)})"
                 ), False
     return "", repeatable
@@ -277,7 +277,7 @@ def save_verdicts(gpu: GpuSpec, verdicts: Sequence[KernelVerdict], command: str)
     """
     path = record_path(gpu)
     if path is None:
-        raise ValueError("this user has no home folder for a record: set RINGATTN_CONFIG_DIR to a folder")
+        raise ValueError("this user has no home folder to keep the record in: set RINGATTN_CONFIG_DIR to a folder")
     date = datetime.now(UTC).isoformat(timespec="seconds")
     record = AdoptionRecord(SCHEMA, VERSION, current_setup(gpu), date, command, tuple(verdicts))
     data = record.to_json()
@@ -302,7 +302,7 @@ def adopt(
     device = device or call_device()
     gpu = gpu_specs(device)
     if gpu is None:
-        raise ValueError(f"device is {device}: kernels can be adopted only for a CUDA GPU")
+        raise ValueError(f"device is {device}: kernels can be adopted only on a CUDA GPU")
     _, record = save_verdicts(gpu, run_checks(adoption_jobs(device), progress=progress), typed_command())
     return record
 

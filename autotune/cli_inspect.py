@@ -20,7 +20,7 @@ def inspect(
         list[str] | None,
         typer.Argument(
             metavar="SPEC…",
-            help="ARCH:DTYPE:D or ARCH:DTYPE:D/Dv and words that select variants, for example "
+            help="ARCH:DTYPE:D or ARCH:DTYPE:D/Dv, then words that select variants, for example "
             f"90:bf16:192/128:dq:order=longest; default: {' '.join(DEFAULT)}",
         ),
     ] = None,

@@ -51,12 +51,12 @@ def tune_command(
             metavar="NAME,…", help="forward, dq, dkdv, single_pass or single_pass_deterministic; default: all."
         ),
     ] = None,
-    compile_only: Annotated[bool, typer.Option("--compile-only", help="Measure nothing, even with a GPU.")] = False,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Only compile, even with a GPU.")] = False,
     budget: Annotated[
         float | None,
         typer.Option(
             min=1,
-            help="Seconds of measuring, default 300; if nothing is measured, seconds of compiling, default unlimited.",
+            help="Seconds to measure, default 300; if nothing is measured, seconds to compile, default: no limit.",
         ),
     ] = None,
     tiles: Annotated[
@@ -68,7 +68,7 @@ def tune_command(
     ] = False,
     world: Annotated[
         int | None,
-        typer.Option(min=2, help="With --ring: number of processes; default: that of the launcher or of GPUs, or 2."),
+        typer.Option(min=2, help="With --ring: processes; default: the launcher's, else one per GPU, at least 2."),
     ] = None,
     on: Annotated[
         str, typer.Option("--device", help="With --ring: cpu or cuda; default: cuda if there is a GPU.")
@@ -118,7 +118,7 @@ def tune_command(
             names = tuple(kernels.split(",")) if kernels else KERNELS if tiles is not None else TUNED_KERNELS
             for name in names:
                 if name not in TUNED_KERNELS:
-                    raise ValueError(f"--kernels has {name!r}: it must be one of {', '.join(TUNED_KERNELS)}")
+                    raise ValueError(f"--kernels has {name!r}: each must be one of {', '.join(TUNED_KERNELS)}")
             seconds = budget or (BUDGET if device is not None else float("inf"))
             config = TuneConfig(shape, tuple(seqlen), causal, gpu, device, folder, seconds, names, tiles)
             if "-" not in (json, csv):
@@ -147,7 +147,7 @@ def resolve_target(arch: str | None, compile_only: bool) -> tuple[GpuSpec, torch
     named = None if arch is None else gpu_for_arch(arch)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     local_gpu = None if device is None else gpu_specs(device)
-    estimates = "nothing is measured, and the tables get estimates"
+    estimates = "nothing is measured, so the tables get estimates"
     if local_gpu is None:
         return named or gpu_for_arch(DEFAULT_ARCH), None, f"no GPU on this machine: {estimates}"
     gpu_for_arch(f"sm_{local_gpu.arch}")  # raises for an unsupported GPU

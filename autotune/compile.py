@@ -232,9 +232,7 @@ class KernelVariant:
             if launch.name == self.function:
                 return launch
         names = ", ".join(launch.name for launch in recorded)
-        raise ValueError(
-            f"variant {self} needs {self.function}, but a launch with the options of this variant uses {names}"
-        )
+        raise ValueError(f"variant {self} needs {self.function}, but a launch with these options uses {names}")
 
 
 def kernel_config(kernel: str, tile: Tile, options: OptionItems = ()) -> KernelConfig:
@@ -388,7 +386,7 @@ def parse_variants(spec: str) -> list[KernelVariant]:
         else:
             reasons.append(reason)
     if not selected:
-        reasons = reasons or [f"no kernel takes all of these words, or it has no built-in tile. Add a tile as {TILE}"]
+        reasons = reasons or [f"no kernel with a built-in tile takes all of these words. Add a tile as {TILE}"]
         raise ValueError(f"spec is {spec!r}: {min(reasons, key=lambda reason: ' not of ' in reason)}")
     return selected
 
@@ -405,7 +403,7 @@ def _parse_spec(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
     if not (arch.isdecimal() and len(parts) <= 2 and is_valid):
         raise ValueError(
             f"spec is {spec!r}: it must be ARCH:DTYPE:D or ARCH:DTYPE:D/Dv with head dims from 1 to {MAX_HEAD_DIM}, "
-            "such as 90:bf16:128, and words can follow"
+            "such as 90:bf16:128, optionally followed by words"
         )
     for word, (kernel, options) in HOPPER.items():
         if word in words:
@@ -445,7 +443,7 @@ def unsupported_option(variant: KernelVariant, options: OptionItems) -> str | No
             return f"{option}: it needs several query heads per key head, as with gqa"
         has_boxes = variant.arch >= TMA_ARCH and all(map(is_tma_head_dim, (variant.head_dim, variant.head_dim_v)))
         if name == "dkdv_epilogue" and not has_boxes:
-            return f"{option}: it needs sm_{TMA_ARCH} or higher, and power-of-two head dims from {MIN_TILE_SIDE}"
+            return f"{option}: it needs sm_{TMA_ARCH} or higher, and power-of-two head dims of at least {MIN_TILE_SIDE}"
     return None
 
 

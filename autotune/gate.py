@@ -84,7 +84,7 @@ def gate_problems(variant: KernelVariant, compiled: CompiledKernel) -> list[str]
 
 
 def hazard_problems(hazards: Sequence[str], source: str = "") -> list[str]:
-    return [f"{len(hazards)} instructions{source} use registers of wgmma in flight, {hazards[0]}"] if hazards else []
+    return [f"{len(hazards)} instructions{source} use registers of in-flight wgmma: {hazards[0]}"] if hazards else []
 
 
 def compile_variant(variant: KernelVariant, assembler: Path | None = None) -> tuple[CompiledKernel, list[str]]:
@@ -101,7 +101,7 @@ def compile_variant(variant: KernelVariant, assembler: Path | None = None) -> tu
     failures = gate_problems(variant, result) + hopper_problems(variant, result, ptx)
     if assembler is not None and "wgmma" in ptx and (cubin := assemble(ptx, assembler)) is not None:
         version = ".".join(map(str, assembler_version(assembler)))
-        failures += hazard_problems(wgmma_hazards(disassemble(cubin)), f" of ptxas {version}")
+        failures += hazard_problems(wgmma_hazards(disassemble(cubin)), f" from ptxas {version}")
     failures += in_place_races(ptx, launch_tensors(launch.kernel.arg_names, launch.arguments, ttgir))
     return result, failures + known_miscompiles(ttgir, variant.arch)
 
@@ -183,7 +183,7 @@ def hopper_problems(variant: KernelVariant, compiled: CompiledKernel, ptx: str) 
         shared = hopper_backward_launch.backward_shared_bytes(variant.head_dim, variant.tile)
         if not 0 <= compiled.shared - shared <= 1024:
             failures.append(
-                f"{compiled.shared} bytes of shared memory, the launch expects {shared} and up to 1024 for barriers"
+                f"{compiled.shared} bytes of shared memory, but the launch expects {shared} and up to 1024 for barriers"
             )
         failures += [] if "cp.reduce.async.bulk.tensor.4d" in ptx else ["dQ is not added by the copy engine"]
         # a partition of one warp uses bar.warp.sync as its barrier
@@ -240,4 +240,4 @@ def unfenced_stores(ptx: str) -> list[str]:
         else:
             store = "stmatrix" if op == "mbarrier.arrive" else "st.shared"
             counts[store] += store in unfenced_kinds
-    return [f"{count} times {store} without a fence" for store, count in counts.items() if count]
+    return [f"{count} {store} without a fence" for store, count in counts.items() if count]

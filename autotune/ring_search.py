@@ -159,7 +159,7 @@ def ring_error(problem: AttentionConfig, ring: Ring, device: torch.device, judge
     shards = candidate.run(candidate.shards(problem.tensors(), device))
     errors = judge.head_errors(gather_results(candidate, shards, problem, judge.kv_heads))
     for name in judge.failing_results(errors):
-        return f"error of {name} is {errors[name]:.2g}, above the limit {judge.limits[name]:.2g}"
+        return f"the error of {name} is {errors[name]:.2g}, above the limit of {judge.limits[name]:.2g}"
     return None
 
 
@@ -193,7 +193,7 @@ def ring_search_result(
     for setting, problem in search_result.errors.items():
         result.rows.append({"tokens": point.length, **asdict(setting), "runs": 0, "note": problem})
     if not search_result.is_complete:
-        result.notes.append(f"{tokens}: the search is incomplete; pass a longer --budget")
+        result.notes.append(f"{tokens}: the search is incomplete; increase --budget")
     if entry is not None:
         gain = 1 - entry.seconds / entry.baseline
         comparison = f"{gain:.1%} less than the default" if gain > 0 else "no faster than the default"
@@ -202,5 +202,5 @@ def ring_search_result(
             f"{tokens}: best: {entry.setting}, {entry.seconds * 1e3:.4g} ms ± {entry.spread:.1%} a step, {comparison}",
         ]
     elif search_result.is_complete:
-        result.failed.append(f"{tokens}: no setting works here; the column note has the reasons")
+        result.failed.append(f"{tokens}: no setting works here; see the column note for the reasons")
     return result

@@ -92,7 +92,7 @@ def read_ring_table(folder: Path, gpu: GpuSpec) -> tuple[RingEntry, ...]:
         data = read_object(path) if path.exists() else {"rings": []}
         rings: tuple[RingEntry, ...] = convert_json(tuple[RingEntry, ...], data.get("rings"), "rings")
     except ValueError as error:
-        raise RefusedTable(f"{path} is refused: {error}") from error
+        raise RefusedTable(f"{path} is rejected: {error}") from error
     return rings
 
 
@@ -129,7 +129,7 @@ def ring_settings(
             entries = read_ring_table(folder, gpu)
             matching += [entry for entry in entries if entry.point._replace(length=point.length) == point]
         except RefusedTable as error:
-            warnings.warn(f"{error}; the default settings of the ring are used", UserWarning, stacklevel=2)
+            warnings.warn(f"{error}; using the default settings of the ring", UserWarning, stacklevel=2)
     if not matching:
         return None
     return min(matching, key=lambda entry: abs(math.log(entry.point.length / point.length))).setting

@@ -111,7 +111,7 @@ class Journal:
         try:
             lines = read_file(path).splitlines() if path.exists() else []
         except ValueError as error:
-            raise ValueError(f"{path} cannot be read: {error}. Delete the file") from None
+            raise ValueError(f"{path} cannot be read: {error}. Delete the file.") from None
         for line in lines:
             with suppress(ValueError):
                 read: Line = convert_json(Line, parse_object(line), "line")

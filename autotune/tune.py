@@ -307,14 +307,14 @@ def tuning_notes(point_results: Sequence[PointResult], path: Path | None) -> lis
     notes = [f"dropped: {count} x {reason}" for reason, count in reasons.most_common(4)]
     if left := [result.uncompiled_jobs for result in point_results if result.uncompiled_jobs]:
         notes.append(
-            f"--budget ended: {len(left)} of {len(point_results)} points are not compiled, with at least {sum(left)} "
-            "binaries; run the same command again to continue"
+            f"--budget ran out: {len(left)} of {len(point_results)} points still have at least {sum(left)} binaries to "
+            "compile; run the same command again to continue"
         )
     if incomplete := [
         result for result in point_results if result.search_result is not None and not result.search_result.is_complete
     ]:
         notes.append(
-            f"--budget ended: {len(incomplete)} of {len(point_results)} searches are incomplete; pass a longer --budget"
+            f"--budget ran out: {len(incomplete)} of {len(point_results)} searches are incomplete; increase --budget"
         )
     if path is not None:
         notes.append(f"written: {path}")

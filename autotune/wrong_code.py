@@ -118,9 +118,10 @@ NAMES = re.compile(r"%\w+|\w+_param_\d+")
 
 
 def launch_tensors(names: Sequence[str], arguments: Sequence[Any], ttgir: str) -> dict[str, list[str]]:
-    """Return the PTX parameters with the pointers to each tensor of a launch, by the names of its arguments.
+    """Return the PTX parameters that point to each tensor of a launch, as input of :func:`in_place_races`.
 
-    A kernel that updates a tensor in place often has it as two arguments, such as ``state`` and ``out``.
+    Arguments that share memory are one tensor with a joint name, such as ``state and out``, because a kernel that
+    updates a tensor in place often takes it as two arguments. ``ttgir`` gives the position of every parameter.
     """
     function = re.search(r"tt\.func public @(\w+)\((.*)", ttgir)
     assert function is not None
@@ -261,7 +262,7 @@ def stores_transposed_product(ttgir: str) -> bool:
 KNOWN_MISCOMPILES = (
     KnownMiscompile(
         "https://github.com/triton-lang/triton/issues/10821", 100, (3, 9), has_accumulator_cycle,
-        "several products of a pipelined loop add to one accumulator that the loop carries",
+        "several products in a pipelined loop add to one loop-carried accumulator",
     ),
     KnownMiscompile(
         "https://github.com/fla-org/flash-linear-attention/issues/640", 90, (3, 7, 1), stores_transposed_product,

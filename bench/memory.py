@@ -107,7 +107,7 @@ def memory(
             "--world",
             parser=flags.counts,
             metavar="N,…",
-            help="Numbers of processes; default: 2,4,8, or 2, 4, … of a launcher's ranks.",
+            help="Numbers of processes; default: 2,4,8, or 2, 4, … up to a launcher's ranks.",
         ),
     ] = None,
     tokens: flags.TokensPerRank = "8k",
@@ -128,14 +128,14 @@ def memory(
 ) -> None:
     """Measure peak memory per rank with equal tokens per rank.
 
-    Exit with code 1 if peak memory differs between numbers of ranks.
+    Exit with code 1 if peak memory varies with the number of ranks.
     """
     kv_heads = flags.resolve_kv_heads(heads, kv_heads)
     flags.check_chunks([chunks], kv_heads)
     worlds = resolve_worlds(launched_rank(), worlds)
     for world in worlds:
         if nodes > 1 and (world % nodes or world // nodes < 2):
-            raise typer.BadParameter(f"--nodes is {nodes}: {world} processes do not make nodes of 2 or more each")
+            raise typer.BadParameter(f"--nodes is {nodes}: it must divide {world} processes into nodes of at least 2")
     from rich.console import Console
     from torch import device
 
@@ -163,9 +163,9 @@ def memory(
     counts = flags.count_noun(nodes, "node"), flags.count_noun(slots, "slot"), flags.count_noun(chunks, "chunk")
     title = [config(largest_world).title, *counts, *wires]
     failed = [
-        f"memory per rank differs by {spread:.1%} between numbers of ranks. At most {ALLOWED_SPREAD:.0%} is allowed."
+        f"memory per rank varies by {spread:.1%} with the number of ranks. At most {ALLOWED_SPREAD:.0%} is allowed."
     ]
-    summary = f"peak of a rank: {max(highest):.4g} MB; difference between numbers of ranks: {spread:+.2%}"
+    summary = f"peak of a rank: {max(highest):.4g} MB; variation with the number of ranks: {spread:+.2%}"
     failed = failed if spread > ALLOWED_SPREAD else []
     finish_command(Result("bench memory", UNITS, rows, failed, [", ".join(title), summary], provenance(cpu)), json, csv)
 
@@ -176,6 +176,6 @@ def resolve_worlds(place: LaunchedRank | None, requested_worlds: list[int] | Non
         return requested_worlds or list(WORLDS)
     if requested_worlds and max(requested_worlds) > place.world:
         raise typer.BadParameter(
-            f"--world is {max(requested_worlds)}: it must be at most {place.world}, the launcher's ranks"
+            f"--world is {max(requested_worlds)}: it must be at most {place.world}, the launcher's number of ranks"
         )
     return requested_worlds or sorted({*(world for world in WORLDS if world < place.world), place.world})

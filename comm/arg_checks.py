@@ -14,7 +14,7 @@ from .cuda_threads import with_device_index
 MAX_SECONDS = 1e9  # about 30 years; every waiting function accepts that
 MAX_CLUSTER_SIZE = 8  # thread blocks; NCCL's NCCL_MAX_CGA_CLUSTER_SIZE
 MAX_CHANNELS = 64  # NCCL's MAXCHANNELS; more would leave no multiprocessors for attention
-SECONDS = real_number("a positive number of seconds, 1e9 at most", lambda value: 0 < value <= MAX_SECONDS)
+SECONDS = real_number("a positive number of seconds, at most 1e9", lambda value: 0 < value <= MAX_SECONDS)
 _LIST = list_like("a list")
 
 
@@ -34,7 +34,7 @@ def _device(value: Any) -> torch.device:
     return with_device_index(value)
 
 
-NODES = Validator("a list of ranks per node that has every rank from 0 on exactly once, and no empty node", _nodes)
+NODES = Validator("a list of nodes, each a list of at least one rank, with every rank from 0 on exactly once", _nodes)
 DEVICE = Validator("cpu or a CUDA device that torch sees", _device)
 
 

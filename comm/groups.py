@@ -32,9 +32,7 @@ def resolve_group(group: GroupLike = None) -> Group:
         members = dist.group.WORLD if dist.is_initialized() else single_rank()
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions. It must have one; pass {_submesh_example(group)}"
-            )
+            raise ValueError(f"group is a {group.ndim}D DeviceMesh. It must be 1D; pass {_submesh_example(group)}")
         members = group.get_group()
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if members is outside:

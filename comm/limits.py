@@ -61,11 +61,11 @@ class Limits:
             object.__setattr__(self, name, kind.check(name, getattr(self, name)))
         if self.channels is not None and self.ctas is not None and self.channels > self.ctas:
             raise ValueError(
-                f"channels is {self.channels}; it must be at most ctas, {self.ctas}, because each channel needs a block"
+                f"channels is {self.channels}; it must be at most ctas, {self.ctas}, because each channel needs a CTA"
             )
         if self.cga_cluster_size is not None and self.cga_cluster_size > self.blocks:
             raise ValueError(
-                f"cga_cluster_size is {self.cga_cluster_size}; it must be at most {self.blocks}, the thread blocks"
+                f"cga_cluster_size is {self.cga_cluster_size}; it must be at most {self.blocks}, the number of CTAs"
             )
 
     @property

@@ -136,7 +136,7 @@ def register_transport(
         ValueError: the name is taken or not valid, or the factory is not callable.
     """
     if not isinstance(name, str) or not name or "," in name or name == AUTO:
-        raise ValueError(f"name is {short_repr(name)}; it must be text without a comma, and not {AUTO!r}")
+        raise ValueError(f"name is {short_repr(name)}; it must be a string without a comma, and not {AUTO!r}")
     if not callable(factory):
         raise ValueError(f"factory is {short_repr(factory)}; it must be a function open(group, device, **opening)")
     if name in _REGISTRY:

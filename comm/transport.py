@@ -164,7 +164,7 @@ def check_messages(
     if to_self != from_self:
         raise ValueError(
             f"rank {transport.rank} sends itself messages of {to_self} bytes, but receives {from_self} bytes from "
-            "itself; one post must have both ends of such a message"
+            "itself; post both ends of such a message together"
         )
 
 

@@ -122,7 +122,7 @@ def print_report(ranks: int, ours: list[Tensor], theirs: list[Tensor], needles: 
 def main() -> None:
     """Run the comparison from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text (trained on up to 8192)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text (model trained on up to 8192)")
     tokens = parser.parse_args().tokens
     model, tokenizer = load_model()
     from ringattn.integrations.transformers import register

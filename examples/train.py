@@ -337,7 +337,7 @@ def train_virtual_ranks(job: Job, text: bytes, world: int, watch: StepObserver |
     """
     if job.data > 1:
         raise JobError(
-            f"--data is {job.data}: it must be 1 for virtual ranks, which form one ring. For more use torchrun."
+            f"--data is {job.data}: it must be 1 for virtual ranks, which form one ring. For more rings use torchrun."
         )
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 

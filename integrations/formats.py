@@ -101,7 +101,7 @@ def attend_format(
     rows, host = q.shape[1], _boundaries_on_host(boundaries)
     if qkv_format == "thd":
         if not mask_type.padding:
-            raise ValueError(f"attn_mask_type is {attn_mask_type!r} with qkv_format 'thd': it must be a padding type")
+            raise ValueError(f"attn_mask_type is {attn_mask_type!r} with qkv_format 'thd': it must be a padding mask")
         packing = _resolve_packing(host, world, contiguous, rows, k.shape[1])
         layout = kv_layout = packing.layout
         options["cu_seqlens"] = packing.cu_seqlens
@@ -178,7 +178,7 @@ def _packing(real: tuple[int, ...], padded: tuple[int, ...], world: int, contigu
     """
     if len(real) != len(padded):
         raise ValueError(
-            f"cu_seqlens_q_padded has {len(padded)} boundaries: it must have {len(real)}, as cu_seqlens_q has"
+            f"cu_seqlens_q_padded has {len(padded)} boundaries: it must have {len(real)}, as many as cu_seqlens_q"
         )
     chunks = 1 if contiguous or world == 1 else 2 * world
     edges = [0]
@@ -206,7 +206,7 @@ def _even_layout(seqlen: int, world: int, contiguous: bool) -> Layout:
     """Return the contiguous or zigzag layout with equal shards, or raise ValueError if there is none."""
     chunks = world if contiguous or world == 1 else 2 * world
     if seqlen % chunks:
-        raise ValueError(f"the sequence has {seqlen} tokens over {world} ranks: it must be a multiple of {chunks}")
+        raise ValueError(f"the sequence has {seqlen} tokens over {world} ranks: use a multiple of {chunks}")
     return Layout.contiguous(seqlen, world) if contiguous else Layout.zigzag(seqlen, world)
 
 
@@ -217,7 +217,7 @@ def _row_lengths(host: HostBoundaries, mask_type: MaskType, name: str, batch: in
     """
     if not mask_type.padding:
         if host:
-            raise ValueError(f"{next(iter(host))} is given with attn_mask_type {name!r}: it must be a padding type")
+            raise ValueError(f"{next(iter(host))} is given with attn_mask_type {name!r}: it needs a padding mask")
         return None
     if "cu_seqlens_q" not in host:
         raise NotImplementedError(

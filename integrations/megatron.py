@@ -71,7 +71,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         for field, reason in UNSUPPORTED_CONFIG.items():
             if getattr(config, field, False):
-                raise NotImplementedError(f"{field} of the config is on: it must be off, because {reason}")
+                raise NotImplementedError(f"config.{field} is on: it must be off, because {reason}")
         check_comm_type(cp_comm_type)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
@@ -83,7 +83,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         self.cp_group = _collection_group(pg_collection, "cp") if cp_size > 1 else None
         if self.cp_group is not None and self.cp_group.size() != cp_size:
             raise ValueError(
-                f"context_parallel_size of the config is {cp_size}, but the cp group of pg_collection has "
+                f"config.context_parallel_size is {cp_size}, but the cp group of pg_collection has "
                 f"{self.cp_group.size()} ranks. They must be equal."
             )
         key_dim = config.kv_channels if k_channels is None else k_channels
@@ -129,7 +129,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         dims = (query.shape[-1], value.shape[-1])
         if dims != self.head_dims:
             raise ValueError(
-                f"query and value have head dims {dims}: they must be k_channels and v_channels, {self.head_dims}"
+                f"query and value have head dims {dims}: they must equal k_channels and v_channels, {self.head_dims}"
             )
         qkv_format, boundaries, group = "sbhd", Boundaries(), self.cp_group
         name = (attn_mask_type or self.attn_mask_type).name
@@ -165,7 +165,7 @@ def _collection_group(pg_collection: ProcessGroupCollection, name: str) -> Any:
     group = getattr(pg_collection, name, None)
     if not hasattr(group, "rank"):
         raise ValueError(
-            f"{name} of pg_collection is {group!r}: it must be a process group; initialise parallel_state or pass one"
+            f"pg_collection.{name} is {group!r}: it must be a process group; initialise parallel_state or pass one"
         )
     return group
 
@@ -180,7 +180,7 @@ def _micro_batch_group(packed: PackedSeqParams, group: Any) -> Any:
         return cp_group
     if size not in (None, 1):
         raise ValueError(
-            f"local_cp_size of packed_seq_params is {size} and cp_group is None. Pass cp_group for a size above 1."
+            f"packed_seq_params.local_cp_size is {size} and cp_group is None. Pass cp_group for a size above 1."
         )
     return group if size is None else None
 

@@ -130,7 +130,7 @@ def zig_zag_attn(
         raise NotImplementedError("attn_mask is given; pass causal=True for the positions of zig_zag_shard")
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     if q.shape[2] % 2 and group_rank_size(group)[1] > 1:
-        raise ValueError(f"q has {q.shape[2]} tokens: a zigzag needs an even number per rank")
+        raise ValueError(f"q has {q.shape[2]} tokens: zigzag needs an even number per rank")
     grouped = _swap_runs(q.transpose(1, 2), 2, q.shape[1] // max(k.shape[1], 1))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     out = ring_attention(grouped, k, v, layout="zigzag", group=group, causal=causal, dropout_p=dropout)
@@ -194,7 +194,7 @@ def _members(ring_size: int | None, group: GroupLike) -> GroupLike:
             f"ring_size is {ring_size} and group has {size} ranks. Pass the group of one ring, without ring_size."
         )
     if ring_size < 1 or size % ring_size:
-        raise ValueError(f"ring_size is {ring_size}: it must divide the {size} ranks")
+        raise ValueError(f"ring_size is {ring_size}: it must divide {size}, the number of ranks")
     return _neighbours(rank - rank % ring_size, ring_size, dist.group.WORLD)
 
 

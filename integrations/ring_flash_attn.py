@@ -141,7 +141,7 @@ def _two_equal_runs(name: str, tokens: int, call: _Call) -> None:
     """Raise ValueError if ``tokens`` per rank are odd, because a zigzag has two equal runs per rank."""
     if tokens % 2 and group_rank_size(call.group)[1] > 1:
         raise ValueError(
-            f"{name} has {tokens} tokens: a zigzag needs an even number per rank. For other numbers pass layout=."
+            f"{name} has {tokens} tokens: zigzag needs an even number per rank. For an odd number pass layout=."
         )
 
 
@@ -231,7 +231,7 @@ def _llama3(
         if value is not expected if isinstance(expected, Tensor) else value != expected:
             raise ValueError(f"{name} is {value}: it must be {expected}, as for llama3_flash_attn_prepare_cu_seqlens")
     if heads_k_stride is None or heads_k_stride < 1 or call.k.shape[1] % heads_k_stride:
-        raise ValueError(f"heads_k_stride is {heads_k_stride}: it must divide the {call.k.shape[1]} heads of k")
+        raise ValueError(f"heads_k_stride is {heads_k_stride}: it must divide {call.k.shape[1]}, the heads of k")
     documents = prepared.documents
     return call.layout or Layout.contiguous(documents[-1], prepared.world), documents
 

@@ -31,7 +31,7 @@ def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> s
         ImportError: See :func:`ringattn.integrations.transformers.register`.
     """
     if not isinstance(heads_k_stride, int) or isinstance(heads_k_stride, bool) or heads_k_stride < 1:
-        raise ValueError(f"heads_k_stride is {heads_k_stride!r}: it must be an integer of at least 1")
+        raise ValueError(f"heads_k_stride is {heads_k_stride!r}: it must be a positive integer")
     name = register()
     transformers.AttentionInterface.register("flash_attention_2", attention_interface)
     transformers.AttentionMaskInterface.register("flash_attention_2", mask_interface)
@@ -57,7 +57,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: GroupLike) 
     if last.layout is not None and not last.tokens and world > 1:
         raise RuntimeError(
             "no attention has used ringattn since the last update_ring_flash_attn_params. Create the model with "
-            f"attn_implementation={register()!r}, and call the update only before a forward."
+            f"attn_implementation={register()!r}, and call it only before a forward."
         )
     documents = Documents(cu_seqlens.tolist()).boundaries
     _sharding.set(Sharding(Layout.contiguous(documents[-1], world), process_group, cu_seqlens=documents))

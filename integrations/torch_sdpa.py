@@ -195,8 +195,8 @@ def load_balancer_layout(load_balancer: Any, world: int) -> Layout:
     for rank, positions in enumerate(shards):
         if positions.diff().lt(1).any():
             raise ValueError(
-                f"the indices of load_balancer do not ascend on rank {rank}. Sort the tokens within each rank, or for "
-                "packed documents use Layout.zigzag(seqlen, world, cu_seqlens=...)."
+                f"the indices of load_balancer are not in ascending order on rank {rank}. Sort the tokens within "
+                "each rank, or for packed documents use Layout.zigzag(seqlen, world, cu_seqlens=...)."
             )
     return Layout.from_positions(shards)
 
@@ -204,6 +204,6 @@ def load_balancer_layout(load_balancer: Any, world: int) -> Layout:
 def _no_balancer(kind: str) -> ValueError:
     """Return the error for a ``load_balancer`` that is a ``kind`` of object without indices."""
     return ValueError(
-        f"load_balancer is a {kind}: it must be a load balancer of PyTorch, or its indices of shape [S] or [batch, S]. "
+        f"load_balancer is a {kind}: it must be a PyTorch load balancer, or its indices of shape [S] or [batch, S]. "
         "Without a load balancer use the layout 'contiguous'."
     )

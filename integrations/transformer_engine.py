@@ -85,7 +85,7 @@ class DotProductAttention(nn.Module):
         sizes = {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups, "tp_size": self.tp_size}
         for argument, size in (*sizes.items(), *(("kv_channels", dim) for dim in self.kv_channels)):
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{argument} is {size!r}: it must be an integer of at least 1")
+                raise ValueError(f"{argument} is {size!r}: it must be a positive integer")
         if groups % self.tp_size:
             raise ValueError(f"num_gqa_groups is {groups}: it must be a multiple of tp_size, {self.tp_size}")
         if num_attention_heads % groups:

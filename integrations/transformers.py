@@ -88,9 +88,9 @@ class Sharding:
         layout = session.resolve_layout(self.layout, total)
         expected = layout.lengths[session.rank]
         if expected != tokens:
-            raise ValueError(f"the model got {tokens} tokens: the layout gives rank {session.rank} {expected} tokens")
+            raise ValueError(f"the model got {tokens} tokens, but the layout has {expected} for rank {session.rank}")
         if self.tree is not None and self.tree.tokens != total:
-            raise ValueError(f"tree has {self.tree.tokens} tokens: the layout has {total}")
+            raise ValueError(f"tree has {self.tree.tokens} tokens, but the layout has {total}")
         return session, layout
 
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
@@ -325,8 +325,8 @@ def parse_mask_function(mask_function: Callable[..., Any]) -> dict[str, Any]:
                 case [{"causal": True} as causal, {"blocks": blocks}] if "chunk_size" not in causal:
                     return causal | {"blocks": blocks}
     raise NotImplementedError(
-        f"mask function {name} of {getattr(mask_function, '__module__', None)} is not supported. ringattn takes causal "
-        'and full masks, windows, chunks and packed documents; for others use "sdpa" on whole sequences.'
+        f"mask function {name} of {getattr(mask_function, '__module__', None)} is not supported. ringattn supports "
+        'causal and full masks, windows, chunks and packed documents; for others use "sdpa" on whole sequences.'
     )
 
 
@@ -349,13 +349,13 @@ def mask_interface(
     """
     if refused := kwargs.keys() - {*IGNORED_MASK_KEYWORDS}:
         raise NotImplementedError(
-            f'ringattn does not support {", ".join(sorted(refused))} of a mask; use "eager" or "sdpa"'
+            f'ringattn does not support masks with {", ".join(sorted(refused))}; use "eager" or "sdpa"'
         )
     if isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or kv_length != q_length:
         raise NotImplementedError(
-            f"a mask has {kv_length} keys from position {kv_offset} and {q_length} queries from position {q_offset}. "
-            'ringattn does not support a cache (pass use_cache=False, or generate with "sdpa") or cross-attention, '
-            "and attention_mask must have this rank's tokens only."
+            f"the mask has {q_length} queries from position {q_offset} and {kv_length} keys from {kv_offset}. Both "
+            "must be this rank's tokens, so attention_mask must cover only them. ringattn supports neither a cache "
+            '(pass use_cache=False, or generate with "sdpa") nor cross-attention.'
         )
     if attention_mask is not None and not attention_mask.all():
         raise ValueError(
@@ -383,8 +383,8 @@ def _check_config(config: Any) -> None:
     rope_types = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     layers = {*(getattr(config, "layer_types", None) or ())} - {*ATTENTION_LAYERS}
     reasons = {
-        f"positions. Use rotary embedding or one of {', '.join(LEARNED_POSITIONS)}, because other models may count "
-        "tokens from the start of the shard.": not rope and kind not in LEARNED_POSITIONS,
+        f"positions. Use rotary embedding or one of {', '.join(LEARNED_POSITIONS)}; other models may count tokens "
+        "from the start of the shard.": not rope and kind not in LEARNED_POSITIONS,
         f"layer_types {sorted(layers)}, which mix tokens outside attention, but only within a shard": layers,
         "rope_type dynamic or longrope, whose frequencies depend on the last position, which differs between ranks. "
         "Use yarn, linear or llama3.": rope_types & {"dynamic", "longrope"},
@@ -430,11 +430,11 @@ def attention_interface(
             "must be None, or all ones of shape [batch, tokens]. Pass packed documents as cu_seqlens."
         )
     if sliding_window is not None and attention_mask.window_size == (-1, -1):
-        raise ValueError(f"sliding_window is {sliding_window} in {model}, but the mask of the model has no window")
+        raise ValueError(f"sliding_window is {sliding_window} in {model}, but the model's mask has no window")
     tokens, sharding = query.shape[2], attention_mask.sharding
     if key.shape[2] != tokens:
         raise NotImplementedError(
-            f"{key.shape[2]} keys for {tokens} queries in {model}: ringattn supports no cache and no cross-attention"
+            f"{key.shape[2]} keys for {tokens} queries in {model}: ringattn supports neither cache nor cross-attention"
         )
     session, layout = sharding.resolve(tokens, query.device)
     config = getattr(module, "config", None)
@@ -589,7 +589,7 @@ def _check_batch(batch: Mapping[str, Any], cu_seqlens: Iterable[int] | torch.Ten
         if number is not None and not is_number:
             raise ValueError(f"{name} is {number!r:.60}: it must be an integer")
     if unknown := batch.keys() - BATCH_KEYS:
-        raise ValueError(f"batch has {', '.join(sorted(unknown))}: it may have only {', '.join(sorted(BATCH_KEYS))}")
+        raise ValueError(f"batch has {', '.join(sorted(unknown))}: it may contain only {', '.join(sorted(BATCH_KEYS))}")
     padding = batch.get("attention_mask")
     if padding is not None and not padding.all():
         raise ValueError(
@@ -605,7 +605,7 @@ def _check_batch(batch: Mapping[str, Any], cu_seqlens: Iterable[int] | torch.Ten
     for other in ("labels", "shift_labels", *TOKEN_TYPES):
         if (labels := batch.get(other)) is not None and labels.shape != whole.shape[:2]:
             raise ValueError(
-                f"{other} has shape {list(labels.shape)}: it must have {list(whole.shape[:2])}, the tokens of {name}"
+                f"{other} has shape {list(labels.shape)}: it must be {list(whole.shape[:2])}, like the tokens of {name}"
             )
     return _find_documents(batch, whole.shape[1], cu_seqlens)
 
@@ -624,7 +624,7 @@ def _find_documents(
             given[name] = Documents(torch.as_tensor(boundaries).tolist(), name).boundaries
     if (index := batch.get("seq_idx")) is not None:
         if index.shape != (1, tokens):
-            raise ValueError(f"seq_idx has shape {list(index.shape)}: it must have [1, {tokens}]")
+            raise ValueError(f"seq_idx has shape {list(index.shape)}: it must be [1, {tokens}]")
         given["seq_idx"] = (0, *(index[0].diff().nonzero()[:, 0] + 1).tolist(), tokens)
     for name, boundaries in given.items():
         if boundaries[-1] != tokens:
@@ -646,16 +646,15 @@ def _find_documents(
 def _boundaries_from_positions(position_ids: torch.Tensor, tokens: int) -> tuple[int, ...]:
     """Return the boundaries of the documents, in each of which ``position_ids`` must count from 0, in every row."""
     if position_ids.dim() != 2 or position_ids.shape[1] != tokens or not len(position_ids):
-        raise ValueError(f"position_ids has shape {list(position_ids.shape)}: it must have [batch, {tokens}]")
+        raise ValueError(f"position_ids has shape {list(position_ids.shape)}: it must be [batch, {tokens}]")
     rows = position_ids.cpu()
     boundaries = (0, *((rows[0, 1:] == 0).nonzero()[:, 0] + 1).tolist(), tokens)
     expected = torch.arange(tokens) - Documents(boundaries).document_bounds(torch.arange(tokens))[0]
     if (differ := rows != expected).any():
         row, token = differ.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids of row {row} is {int(rows[row, token])} at token {token}: it must "
-            f"be {int(expected[token])}. position_ids must count from 0 in every document, with the same documents in "
-            "every row."
+            f"position_ids[{row}, {token}] is {int(rows[row, token])}: it must be {int(expected[token])}. "
+            "position_ids must count from 0 in every document, with the same documents in every row."
         )
     return boundaries
 

@@ -114,7 +114,7 @@ def usp_layout(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
     if min(rd, ud) < 1:
         raise ValueError(f"rd is {rd} and ud is {ud}: both must be at least 1")
     if seqlen % (rd * ud):
-        raise ValueError(f"the sequence has {seqlen} tokens: it must have a multiple of {rd * ud}, the number of ranks")
+        raise ValueError(f"the sequence has {seqlen} tokens: use a multiple of {rd * ud}, the number of ranks")
     ring: Layout = getattr(Layout, str(RING_LAYOUTS[ring_impl_type]))(seqlen, rd)
     return Layout.from_positions(part for ring_rank in range(rd) for part in ring.positions(ring_rank).chunk(ud))
 
@@ -147,7 +147,7 @@ def _extract(
     process = mesh.get_rank() % size if isinstance(mesh, DeviceMesh) else mine
     if (world_size, rd, ud) != (size, *degrees) or rank % world_size not in (mine, process):
         raise ValueError(
-            f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}. They must be those of the mesh: rank "
+            f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}. They must match the mesh: rank "
             f"{process}, world_size {size}, rd {degrees[0]}, ud {degrees[1]}."
         )
     return usp_layout(ring_impl_type, value.shape[1], rd, ud).shard(value, mine)
@@ -166,9 +166,7 @@ def _usp_mesh(group: GroupLike) -> tuple[GroupLike, tuple[int, int]]:
     dims = resolve_mesh(mesh)
     if dims is None:
         resolve_group(mesh)
-        raise ValueError(
-            "there is no mesh of ring x Ulysses. Call set_seq_parallel_pg first, or pass a mesh as group=."
-        )
+        raise ValueError("there is no ring x Ulysses mesh. Call set_seq_parallel_pg first, or pass a mesh as group=.")
     return mesh, (dims[0].size(), dims[1].size())
 
 
@@ -357,8 +355,8 @@ class UlyssesAttention(LongContextAttention):
         super().__init__(scatter_idx, gather_idx, "basic", False, use_sync, attn_type, group=mesh)
         if self.degrees[0] > 1:
             raise ValueError(
-                f"sequence_process_group is a mesh of {self.degrees[0]} x {self.degrees[1]} ranks: its ring must have "
-                "one rank. For more use LongContextAttention."
+                f"sequence_process_group is a mesh of {self.degrees[0]} x {self.degrees[1]} ranks: its ring dimension "
+                "must have one rank. For more ring ranks use LongContextAttention."
             )
 
 

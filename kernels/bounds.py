@@ -41,10 +41,10 @@ class BlockSparseIndex:
         """Raise ValueError if ``visible`` or ``block`` does not fit."""
         check_tensor("visible", self.visible, may_be_meta=True)
         if self.visible.dtype != torch.bool or self.visible.dim() != 2:
-            got = f"{self.visible.dtype} {list(self.visible.shape)}"
+            got = f"a {self.visible.dtype} tensor of shape {list(self.visible.shape)}"
             raise ValueError(f"visible is {got}: it must be a bool tensor of shape [query blocks, key blocks]")
         if not is_real(self.block, Integral) or self.block < 1:
-            raise ValueError(f"block is {self.block!r}: it must be a whole number of at least 1")
+            raise ValueError(f"block is {self.block!r}: it must be a positive integer")
 
     @property
     def ranges(self) -> BlockRanges:
@@ -165,9 +165,9 @@ class Bounds:
                 continue
             check_tensor(f"bounds.{name}", vector, may_be_meta=True)
             if vector.dtype != torch.int32 or vector.shape != (length,) or vector.device != device:
-                got = f"{vector.dtype} {list(vector.shape)} on {vector.device}"
+                got = f"a {vector.dtype} tensor of shape {list(vector.shape)} on {vector.device}"
                 raise ValueError(
-                    f"bounds.{name} is {got}: it must be int32 of shape [{length}] on {device}, one per {unit}"
+                    f"bounds.{name} is {got}: it must be int32 of shape [{length}] on {device}, one element per {unit}"
                 )
             if not vector.is_contiguous():
                 raise ValueError(f"bounds.{name} has stride {vector.stride()}: it must be contiguous")

@@ -23,7 +23,7 @@ MIN_SCALE = 1e-30
 """Smallest softmax scale. Below it, scores and gradients leave the range of fp32."""
 MIN_SOFTCAP = 1e-8
 """Smallest softcap. Below it, scale / cap leaves the range of fp32, and all weights would be equal anyway."""
-TRANSPOSE_HINT = ". If your tensors are [B, H, S, D], pass .transpose(1, 2) of q, k and v."
+TRANSPOSE_HINT = ". If your tensors are [B, H, S, D], pass q.transpose(1, 2), and the same for k and v."
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores, scale: float | None) -> float:
@@ -80,9 +80,7 @@ def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
         raise ValueError(f"{name} is {x if x is None else type(x).__name__}: it must be a torch.Tensor{hint}")
     check_not_dtensor(name, x)
     if not may_be_meta and ((x.is_meta and compile_target() is None) or hasattr(x, "fake_mode")):
-        raise ValueError(
-            f"{name} is a {type(x).__name__} on {x.device} that holds no data: it must be a tensor with data"
-        )
+        raise ValueError(f"{name} is a {type(x).__name__} on {x.device} without data: it must be a tensor with data")
     if x.is_nested or x.layout != torch.strided:
         raise ValueError(f"{name} is a {'nested' if x.is_nested else x.layout} tensor: it must be a dense tensor")
 
@@ -91,7 +89,7 @@ def check_not_dtensor(name: str, x: object) -> None:
     """Raise ValueError if an argument is a DTensor."""
     kind = type(x)  # torch.compile can trace type(x)
     if kind is not Tensor and hasattr(kind, "to_local"):
-        raise ValueError(f"{name} is a {kind.__name__}: it must be this rank's own tensor. Pass {name}.to_local().")
+        raise ValueError(f"{name} is a {kind.__name__}: it must be this rank's local tensor. Pass {name}.to_local().")
 
 
 def check_qkv_tensor(name: str, x: Tensor) -> None:

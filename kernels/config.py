@@ -105,21 +105,21 @@ class KernelConfig:
         for name, default in (("dkdv_splits", 1), ("dkdv_epilogue", "pointers")):
             if getattr(self, name) != default and self.backward != "two_pass":
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r} with backward={self.backward!r}: it needs 'two_pass'. "
+                    f"{name} is {getattr(self, name)!r} with backward={self.backward!r}: it needs backward='two_pass'. "
                     f"Pass {name}={default!r}."
                 )
         if self.dkdv_splits != AUTO and not is_int_at_least(self.dkdv_splits, 1):
             raise ValueError(
-                f"dkdv_splits is {self.dkdv_splits!r}: it must be {AUTO!r} or a divisor of the query heads per key head"
+                f"dkdv_splits is {self.dkdv_splits!r}: it must be {AUTO!r} or divide the query heads per key head"
             )
         if self.sm_margin is not None and not (self.persistent and is_int_at_least(self.sm_margin, 0)):
             raise ValueError(
-                f"sm_margin is {self.sm_margin!r} and persistent {self.persistent}: it must be None or, with "
-                "persistent=True, a number of multiprocessors to leave free"
+                f"sm_margin is {self.sm_margin!r} and persistent is {self.persistent}: sm_margin must be None or, with "
+                "persistent=True, the number of multiprocessors to leave free"
             )
         if self.forward_kernel == "hopper" and (self.order, self.persistent, self.pack_gqa) != ("heads", False, False):
             raise ValueError(
-                f"order is {self.order!r}, persistent {self.persistent} and pack_gqa {self.pack_gqa}: "
+                f"order is {self.order!r}, persistent is {self.persistent} and pack_gqa is {self.pack_gqa}: "
                 "forward_kernel='hopper' needs order='heads', persistent=False and pack_gqa=False"
             )
 

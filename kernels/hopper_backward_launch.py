@@ -63,18 +63,21 @@ def check_backward_tile(head_dim: int, tile: Tile) -> None:
     default = default_backward_tile(head_dim)
     if (tile.block_q, tile.block_k, tile.num_warps) != (default.block_q, default.block_k, default.num_warps):
         raise ValueError(
-            f"config.single_pass has {tile.block_q} queries, {tile.block_k} keys and {tile.num_warps} warps: "
-            f"{BACKWARD_ERROR_PREFIX} {default.block_q} queries at head dim {head_dim}, {default.block_k} keys and "
-            f"{default.num_warps} warps"
+            f"config.single_pass has block_q={tile.block_q}, block_k={tile.block_k} and num_warps={tile.num_warps}: "
+            f"{BACKWARD_ERROR_PREFIX} only block_q={default.block_q}, block_k={default.block_k} and "
+            f"num_warps={default.num_warps} at head dim {head_dim}"
         )
-    check_shared_bytes("config.single_pass", head_dim, backward_shared_bytes(head_dim, tile), "stages")
+    check_shared_bytes("config.single_pass", head_dim, backward_shared_bytes(head_dim, tile), "num_stages")
 
 
 def launch_hopper_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, accum: Pair | None,
     out: Pair, bounds: Bounds, softmax_scale: float, tile: Tile | None, descriptors: DescriptorCache,
 ) -> None:  # fmt: skip
-    """Launch the Hopper backward for a hop for which :func:`runs_hopper_backward` returned True."""
+    """Launch the Hopper backward: add a key shard's dQ to ``dq``, and write ``accum`` plus its dK and dV to ``out``.
+
+    ``out`` may be ``accum``. Call it only if :func:`runs_hopper_backward` returned True for the hop.
+    """
     from .hopper.backward import hopper_backward_kernel  # importing Gluon is slow, and only this kernel needs it
 
     tile = tile or default_backward_tile(q.shape[3])

@@ -63,13 +63,13 @@ def check_hopper_inputs(
     ``error_prefix`` begins the second half of the message, and ``fallback`` names the kernel to use instead.
     """
     if not is_hopper_device(q.device):
-        raise ValueError(f"q is on {q.device}: {error_prefix} GPUs of compute capability 9.0")
+        raise ValueError(f"q is on {q.device}: {error_prefix} only GPUs of compute capability 9.0")
     if q.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"q is {q.dtype}: {error_prefix} float16 and bfloat16")
+        raise ValueError(f"q is {q.dtype}: {error_prefix} only float16 and bfloat16")
     if q.shape[3] not in head_dims or v.shape[3] != q.shape[3]:
         raise ValueError(
-            f"q has head dim {q.shape[3]} and v {v.shape[3]}: {error_prefix} {', '.join(map(str, head_dims))}, "
-            "the same for q and v"
+            f"q has head dim {q.shape[3]} and v has {v.shape[3]}: {error_prefix} only head dim "
+            f"{' or '.join(map(str, head_dims))}, the same for q and v"
         )
     if not scores.is_plain:
         raise ValueError(
@@ -85,7 +85,7 @@ def check_shared_bytes(field: str, head_dim: int, nbytes: int, remedy: str) -> N
     if (needed := nbytes + 1024) > (limit := shared_limit(HOPPER_CAPABILITY)):
         raise ValueError(
             f"{field} needs {needed:,} bytes of shared memory at head dim {head_dim}, but sm_{HOPPER_CAPABILITY} "
-            f"allows {limit:,} per block. Use fewer {remedy}."
+            f"allows {limit:,} per block. Use a smaller {remedy}."
         )
 
 
@@ -108,15 +108,15 @@ def check_forward_tile(head_dim: int, tile: Tile) -> None:
     """Raise ValueError if the kernel does not support a tile."""
     if tile.block_q != CONSUMERS * CONSUMER_ROWS or tile.num_warps != 4 * CONSUMERS:
         raise ValueError(
-            f"config.forward has {tile.block_q} rows and {tile.num_warps} warps: {FORWARD_ERROR_PREFIX} "
-            f"{CONSUMERS * CONSUMER_ROWS} rows and {4 * CONSUMERS} warps"
+            f"config.forward has block_q={tile.block_q} and num_warps={tile.num_warps}: {FORWARD_ERROR_PREFIX} only "
+            f"block_q={CONSUMERS * CONSUMER_ROWS} and num_warps={4 * CONSUMERS}"
         )
     if tile.block_k not in (64, 128) or tile.num_stages < MIN_SLOTS:
         raise ValueError(
-            f"config.forward has {tile.block_k} keys and {tile.num_stages} stages: {FORWARD_ERROR_PREFIX} 64 or 128 "
-            f"keys and at least {MIN_SLOTS} stages"
+            f"config.forward has block_k={tile.block_k} and num_stages={tile.num_stages}: {FORWARD_ERROR_PREFIX} only "
+            f"block_k=64 or 128, and num_stages of at least {MIN_SLOTS}"
         )
-    check_shared_bytes("config.forward", head_dim, forward_shared_bytes(head_dim, tile), "keys or stages")
+    check_shared_bytes("config.forward", head_dim, forward_shared_bytes(head_dim, tile), "block_k or num_stages")
 
 
 def launch_hopper_forward(

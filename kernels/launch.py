@@ -61,13 +61,16 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         except OutOfResources as error:
             options_text = ", ".join(f"{name}={value}" for name, value in options.items())
             raise ValueError(
-                f"{kernel.__name__} with {options_text} needs {error.required:,} of {error.name}, but this GPU has "
-                f"{error.limit:,}. Use a smaller BLOCK_Q or BLOCK_K, or fewer num_stages."
+                f"{kernel.__name__} with {options_text} exceeds this GPU's {error.name}: it needs "
+                f"{error.required:,}, and the limit is {error.limit:,}. Use a smaller BLOCK_Q, BLOCK_K or num_stages."
             ) from error
 
 
 def check_cpu(args: Sequence[Any], kernel: Any = dot) -> None:
-    """Raise NotImplementedError for CPU tensors without Triton's interpreter, or in bfloat16."""
+    """Raise NotImplementedError if Triton's interpreter cannot run ``kernel``. Call it only for tensors on the CPU.
+
+    Without the interpreter every kernel raises. With it, bfloat16 tensors among ``args`` raise.
+    """
     if isinstance(kernel, JITFunction):
         raise NotImplementedError(
             "tensors are on the CPU, where Triton kernels need Triton's interpreter. Set TRITON_INTERPRET=1 before "
@@ -169,13 +172,13 @@ def check_descriptor_support(q: Tensor, v: Tensor) -> None:
     if gpu is None or gpu.arch < TMA_ARCH:
         arch = "" if gpu is None else f", sm_{gpu.arch}"
         raise ValueError(
-            f"q is on {q.device}{arch}: {DESCRIPTOR_ERROR_PREFIX} GPUs of compute capability 9.0 or higher"
+            f"q is on {q.device}{arch}: {DESCRIPTOR_ERROR_PREFIX} only GPUs of compute capability 9.0 or higher"
         )
     for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):
         if not is_tma_head_dim(head_dim):
             raise ValueError(
-                f"{name} has head dim {head_dim}: {DESCRIPTOR_ERROR_PREFIX} powers of two from {MIN_TILE_SIDE} to "
-                f"{MAX_PART_WIDTH}. Use 'pointers'."
+                f"{name} has head dim {head_dim}: {DESCRIPTOR_ERROR_PREFIX} only powers of two from "
+                f"{MIN_TILE_SIDE} to {MAX_PART_WIDTH}. Use dkdv_epilogue='pointers'."
             )
 
 
@@ -187,8 +190,8 @@ def check_tma_alignment(error_prefix: str, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and not is_tma_aligned(x):
             raise ValueError(
-                f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {error_prefix} an address and positive "
-                f"strides that are multiples of {ALIGNMENT} bytes, {ALIGNMENT // x.element_size()} elements"
+                f"{name} has strides {x.stride()} and address {x.data_ptr():#x}: {error_prefix} only addresses and "
+                f"positive strides that are multiples of {ALIGNMENT} bytes, or {ALIGNMENT // x.element_size()} elements"
             )
 
 

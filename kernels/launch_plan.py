@@ -106,7 +106,7 @@ def _built_in_tile(kernel: str, q: Tensor, v: Tensor) -> Tile:
     tile = single_pass_tile(gpu.arch, q.dtype, head_dim)
     if tile is None:
         raise ValueError(
-            f"head dim {head_dim} has no default tile for a single-pass backward on this GPU: defaults go up to "
+            f"head dim {head_dim} has no default tile for a single-pass backward on this GPU: default tiles go up to "
             f"{MAX_SINGLE_PASS_HEAD_DIM}. Pass config.single_pass=Tile(...), or backward='two_pass'."
         )
     return tile
@@ -185,14 +185,12 @@ def resolve_tile(
     if block is None:
         return tile
     if block % MIN_TILE_SIDE:
-        raise ValueError(
-            f"the block mask has blocks of {block} positions: the number must be a multiple of {MIN_TILE_SIDE}"
-        )
+        raise ValueError(f"the block mask has block size {block}: it must be a multiple of {MIN_TILE_SIDE}")
     fit = replace(tile, block_q=gcd(tile.block_q, block), block_k=gcd(tile.block_k, block))
     if requested is not None and fit != tile:
         raise ValueError(
-            f"config.{kernel} has tiles of {tile.block_q} x {tile.block_k}: they must divide the blocks of {block} "
-            "positions of the block mask"
+            f"config.{kernel.removesuffix('_deterministic')} has block_q={tile.block_q} and block_k={tile.block_k}: "
+            f"both must divide the block mask's block size, {block}"
         )
     return fit
 
@@ -233,7 +231,7 @@ def check_config(config: KernelConfig | None, q: Tensor, v: Tensor) -> None:
     group = q.shape[2] // max(v.shape[2], 1)
     if isinstance(config.dkdv_splits, int) and group % config.dkdv_splits:
         raise ValueError(
-            f"config.dkdv_splits is {config.dkdv_splits}: it must divide the {group} query heads per key head"
+            f"config.dkdv_splits is {config.dkdv_splits}: it must divide {group}, the query heads per key head"
         )
     if is_single_pass(config) and (head_dim := max(q.shape[3], v.shape[3])) > MAX_PART_WIDTH:
         raise ValueError(

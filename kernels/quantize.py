@@ -73,7 +73,7 @@ def check_codes_and_scale(name: str, codes: Tensor, like_name: str, like: Tensor
     """Raise ValueError if codes and scales do not fit the tensor ``like``."""
     if codes.shape != like.shape:
         raise ValueError(
-            f"{name} has shape {list(codes.shape)} and {like_name} has {list(like.shape)}: they must be equal"
+            f"{name} has shape {list(codes.shape)} and {like_name} has {list(like.shape)}: the shapes must be equal"
         )
     check_like(name, codes, tuple(like.shape), torch.float8_e4m3fn, like.device, needs_contiguous=True)
     check_like("scale", scale, scale_shape(tuple(like.shape)), torch.float32, like.device, needs_contiguous=True)

@@ -66,11 +66,11 @@ class Scores:
     def check(self, batch: int, heads: int, device: torch.device) -> None:
         """Raise ValueError if a modifier is out of range, or if the slopes do not fit ``batch`` and ``heads``."""
         if not is_real(self.softcap) or not (self.softcap == 0 or MIN_SOFTCAP <= self.softcap <= MAX_SCALE):
-            raise ValueError(f"softcap is {self.softcap!r}: it must be a number from 1e-8 to 1e30, or 0 for none")
+            raise ValueError(f"softcap is {self.softcap!r}: it must be a number from 1e-8 to 1e30, or 0 for no cap")
         if not is_real(self.dropout_p) or not 0 <= self.dropout_p < 1:
-            raise ValueError(f"dropout_p is {self.dropout_p!r}: it must be a number of at least 0 and below 1")
+            raise ValueError(f"dropout_p is {self.dropout_p!r}: it must be a number in [0, 1)")
         if not is_real(self.dropout_seed, Integral) or not 0 <= self.dropout_seed < SEED_RANGE:
-            raise ValueError(f"dropout_seed is {self.dropout_seed!r}: it must be a whole number from 0 to 2^64 - 1")
+            raise ValueError(f"dropout_seed is {self.dropout_seed!r}: it must be an integer from 0 to 2^64 - 1")
         self.check_slopes(batch, heads, device)
 
     def check_slopes(self, batch: int, heads: int, device: torch.device) -> None:
@@ -85,8 +85,8 @@ class Scores:
             or slopes.device != device
         ):
             raise ValueError(
-                f"alibi_slopes is {slopes.dtype} {list(slopes.shape)} on {slopes.device}: it must be float32 of "
-                f"shape [{heads}] or [{batch}, {heads}] on {device}"
+                f"alibi_slopes is {slopes.dtype} of shape {list(slopes.shape)} on {slopes.device}: it must be float32 "
+                f"of shape [{heads}] or [{batch}, {heads}] on {device}"
             )
         if not slopes.is_contiguous():
             raise ValueError(f"alibi_slopes has strides {slopes.stride()}: it must be contiguous")
@@ -98,11 +98,11 @@ class Scores:
         for name, length in (("q_positions", rows), ("k_positions", columns)):
             positions = getattr(self, name)
             if positions is None:
-                raise ValueError(f"{name} of the scores is None: ALiBi and dropout need int32 of shape [{length}]")
-            check_tensor(f"{name} of the scores", positions, may_be_meta=True)
+                raise ValueError(f"scores.{name} is None: ALiBi and dropout need an int32 tensor of shape [{length}]")
+            check_tensor(f"scores.{name}", positions, may_be_meta=True)
             if positions.dtype != torch.int32 or positions.shape != (length,) or positions.device != device:
-                got = f"{positions.dtype} {list(positions.shape)} on {positions.device}"
-                raise ValueError(f"{name} of the scores is {got}: it must be int32 of shape [{length}] on {device}")
+                got = f"{positions.dtype} of shape {list(positions.shape)} on {positions.device}"
+                raise ValueError(f"scores.{name} is {got}: it must be int32 of shape [{length}] on {device}")
 
 
 PLAIN = Scores()

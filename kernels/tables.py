@@ -209,7 +209,7 @@ def read_table(path: Path) -> Table:
     try:
         return parse_table(read_object(path))
     except ValueError as error:
-        raise RefusedTable(f"{path} is refused: {error}") from error
+        raise RefusedTable(f"{path} is rejected: {error}") from error
 
 
 def parse_table(data: Mapping[str, Any]) -> Table:
@@ -237,7 +237,7 @@ def parse_table(data: Mapping[str, Any]) -> Table:
     for i, entry in enumerate(entries):
         if (least := min_shared_bytes(entry.point, entry.tile)) > limit:
             raise ValueError(
-                f"entries[{i}].tile needs at least {least:,} bytes of shared memory: a block has {limit:,}"
+                f"entries[{i}].tile needs at least {least:,} bytes of shared memory, but a block has only {limit:,}"
             )
     if len({entry.point for entry in entries}) < len(entries):
         raise ValueError("two entries have the same kernel, dtype, shape and mask")
@@ -411,7 +411,15 @@ def resolve_config_dir(config_dir: str | os.PathLike[str] | None) -> str | None:
 
 
 def _find_serving_tables(name: str, gpu: GpuSpec, folders: list[Path]) -> list[Table]:
-    """Return the tables of this Triton version, or those of the nearest older version, in the order of the folders."""
+    """Return the tuned tables for this Triton version, or with a warning those for the nearest older version.
+
+    Invalid tables and those for another GPU are left out with a warning.
+
+    Args:
+        name: name of the GPU, or ``sm_NN`` for tables that were estimated without a GPU.
+        gpu: the GPU whose compute capability a table must have.
+        folders: folders to search; the result has the same order.
+    """
     current = triton_version()
     found = [
         (version, path) for folder in folders for version, path in _list_versions(folder, name) if version <= current
@@ -440,12 +448,12 @@ def _read_matching_table(path: Path, name: str, gpu: GpuSpec, version: Version) 
     try:
         table = read_table(path)
     except RefusedTable as error:
-        _warn(f"{error}. The built-in tiles are used.")
+        _warn(f"{error}. Using the built-in tiles.")
         return None
     expected = {"gpu": name, "arch": gpu.arch, "triton": version}
     for key, value in expected.items():
         if (got := getattr(table, key)) != value:
-            _warn(f"{path} is refused: its {key} is {got!r:.60}, not {value!r}. The built-in tiles are used.")
+            _warn(f"{path} is rejected: its {key} is {got!r:.60}, not {value!r}. Using the built-in tiles.")
             return None
     return table
 

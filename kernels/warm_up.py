@@ -89,7 +89,7 @@ class _SharedCompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
 
     def submit(self, key: str, compile_fn: Callable[[], Any], *rest: Any) -> Any:
         if not self.future_kernels:
-            logger.info("compiling the kernels of a new kind of call")
+            logger.info("compiling the kernels for a new kind of call")
         return super().submit(key, partial(_compile_locked, key, compile_fn), *rest)
 
 

@@ -103,10 +103,10 @@ class KernelVerdict:
                 f"and one of {', '.join(DTYPES)}"
             )
         if unknown := sorted(self.options.keys() - {*OPTIONS}):
-            raise ValueError(f"options has {unknown[0]!r:.60}: it may have only {', '.join(OPTIONS)}")
+            raise ValueError(f"options has {unknown[0]!r:.60}: it may contain only {', '.join(OPTIONS)}")
         build_kernel_config(tuple(self.options.items()))  # raises for a wrong value
         if self.adopted and not (self.passed and is_faster(self.seconds, self.portable_seconds, self.spread)):
-            raise ValueError("adopted is true: passed must be true, and seconds less than portable_seconds by spread")
+            raise ValueError("adopted is true: passed must be true, and seconds + spread below portable_seconds")
 
     @property
     def name(self) -> str:
@@ -207,18 +207,18 @@ def find_adoption(gpu: GpuSpec) -> Adoption:
     """Return the record of a GPU if it can be used here, or the reason why not."""
     path = record_path(gpu)
     if path is None or not os.path.lexists(path):
-        return Adoption(path, problem="no kernel was checked on this GPU")
+        return Adoption(path, problem="no kernel has been checked on this GPU")
     try:
         record = read_record(path)
     except ValueError as error:
-        return Adoption(path, problem=f"{path} is refused: {error}", is_refused=True)
+        return Adoption(path, problem=f"{path} is rejected: {error}", is_refused=True)
     now = current_setup(gpu)
     if changes := [
         f"{name} {old}, now {new}"
         for name, old, new in zip(Setup._fields, record.setup, now, strict=True)
         if old != new
     ]:
-        return Adoption(path, problem=f"{path} was made with {', '.join(changes)}: check again")
+        return Adoption(path, problem=f"{path} was made with {', '.join(changes)}: run the checks again")
     return Adoption(path, record)
 
 
@@ -229,9 +229,9 @@ _LOADING = threading.Lock()
 def _cached_adoption(gpu: GpuSpec, config_dir: str | None) -> Adoption:
     adoption = find_adoption(gpu)
     if adoption.is_refused:
-        warnings.warn(f"{adoption.problem}. The portable kernels are used.", UserWarning, stacklevel=2)
+        warnings.warn(f"{adoption.problem}. Using the portable kernels.", UserWarning, stacklevel=2)
     elif adoption.problem:
-        logger.info("%s: the portable kernels are used. %s.", adoption.problem, HOW_TO_ADOPT)
+        logger.info("%s: using the portable kernels. %s.", adoption.problem, HOW_TO_ADOPT)
     return adoption
 
 

@@ -142,7 +142,7 @@ def _pack_seed(seed: int | None) -> tuple[Tensor | None, bool]:
     if seed is None:
         return None, False
     if not isinstance(seed, int) or not 0 <= seed < SEED_RANGE:  # as int64, other values would alias valid seeds
-        raise ValueError(f"dropout_seed is {seed!r}: it must be a whole number from 0 to 2^64 - 1")
+        raise ValueError(f"dropout_seed is {seed!r}: it must be an integer from 0 to 2^64 - 1")
     return torch.full((), signed_seed(seed), dtype=torch.int64, device="cpu"), False
 
 
@@ -165,13 +165,13 @@ def _read_window(window_size: Any) -> tuple[int, int]:
 
 
 _SIDE = integer_between(-1, MAX_POSITIONS)
-_WINDOW = Validator("(left, right), whole numbers from 0 to 2^62 - 1, or -1 or None for no limit", _read_window)
+_WINDOW = Validator("(left, right), each an integer from 0 to 2^62 - 1, or -1 or None for no limit", _read_window)
 _CAP = real_number(
-    "a number from 1e-8 to 1e30, or 0 or None for none", lambda cap: cap == 0 or MIN_SOFTCAP <= cap <= MAX_SCALE
+    "a number from 1e-8 to 1e30, or 0 or None for no cap", lambda cap: cap == 0 or MIN_SOFTCAP <= cap <= MAX_SCALE
 )
 _SOFTCAP = Validator(_CAP.expected, lambda cap: 0.0 if cap is None else _CAP.convert(cap))
 _SCALE = optional(real_number("a number from 1e-30 to 1e30", lambda value: MIN_SCALE <= value <= MAX_SCALE))
-_DROPOUT = real_number("a number of at least 0 and below 1", lambda value: 0 <= value < 1)
+_DROPOUT = real_number("a number in [0, 1)", lambda value: 0 <= value < 1)
 _CONFIG = optional(instance_validator("a kernels.KernelConfig", KernelConfig))
 
 

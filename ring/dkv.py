@@ -43,7 +43,10 @@ class DkvAccumulators(RingBuffer):
         self._totals: dict[int, Tensors] = {}  # per chunk: sum of dK/dV of the own shard over the nodes so far
 
     def incoming_dkv(self, hop: Hop, heads: Heads) -> Callable[[], Tensors] | None:
-        """Return a function that waits for the sum from other ranks and returns it; None if this rank is the first."""
+        """Return a function that waits for this shard's dK/dV, summed over the ranks before this one, and returns them.
+
+        Call that function as late as possible, because it waits for the network. None if no earlier rank has a part.
+        """
         arrival = self._arrivals.get((hop.index, heads.number))
         return None if arrival is None else lambda: self._read(arrival, hop, heads)
 

@@ -47,14 +47,14 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
             raise ValueError(f"{name} is {type(parts).__name__}: it must be a list of tensors, one per set of keys")
     if not outs or len(outs) != len(lses):
         raise ValueError(
-            f"outs has {len(outs)} tensors and lses has {len(lses)}. The numbers must be equal and at least 1."
+            f"outs has {len(outs)} tensors and lses has {len(lses)}. They must have the same number, at least 1."
         )
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, x, dims in ((f"outs[{number}]", out, "[B, S, H, D]"), (f"lses[{number}]", lse, "[B, H, S]")):
             check_tensor(name, x, may_be_meta=True)
             if not x.is_floating_point() or x.dim() != dims.count(",") + 1:
                 raise ValueError(
-                    f"{name} is {x.dtype} {list(x.shape)}: it must be a floating-point tensor of shape {dims}"
+                    f"{name} is {x.dtype} of shape {list(x.shape)}: it must be a floating-point tensor of shape {dims}"
                 )
         batch, rows, heads, _ = first = outs[0].shape
         if (out.shape, out.dtype, out.device) != (first, outs[0].dtype, outs[0].device):
@@ -65,4 +65,4 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
 
 def _kind(x: Tensor) -> str:
     """Return dtype, shape and device for a message."""
-    return f"{x.dtype} {list(x.shape)} on {x.device}"
+    return f"{x.dtype} of shape {list(x.shape)} on {x.device}"

@@ -119,7 +119,7 @@ def _find_live(what: str, number: int) -> Any:
 
 
 def _find_group(member: int, name: str) -> Any:
-    """Return the group that :func:`_group_names` named."""
+    """Return the group that :func:`_group_names` packed as ``(member, name)``, or None for ``(0, "")``."""
     c10d: Any = dist.distributed_c10d  # the same lookup as for functional collectives
     return c10d._resolve_process_group(name) if name else _find_live("group", member)
 

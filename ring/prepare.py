@@ -100,7 +100,7 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         own_heads, own_kv_heads = heads[ranks.ulysses.rank], kv_heads[ranks.ulysses.rank]
     own_count = k[:, :, own_kv_heads].shape[2]
     if ring.chunks > own_count:
-        raise ValueError(f"chunks of the ring is {ring.chunks}, but k has {own_count} heads. Each chunk needs one.")
+        raise ValueError(f"the ring's chunks is {ring.chunks}: it must be at most {own_count}, the heads of k per rank")
     resolve_wire(ring.wire_dtype, k.dtype)
     call.softmax_scale = 1.0 / sqrt(q.shape[3]) if args.softmax_scale is None else args.softmax_scale
     call.backend = resolve_backend(args.backend, q.device)
@@ -203,7 +203,7 @@ def resolve_layouts(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> L
     if k.shape[1] != q.shape[1]:
         swapped = k.shape[2] == q.shape[2] and k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
-            f"k has {k.shape[1]} tokens and q has {q.shape[1]}: without kv_layout the numbers must be equal. Pass "
+            f"k has {k.shape[1]} tokens and q has {q.shape[1]}: without kv_layout they must have the same number. Pass "
             "kv_layout with the positions of the keys, or pass align if layout is a name"
             f"{TRANSPOSE_HINT if swapped else ''}"
         )
@@ -244,7 +244,7 @@ def _resolve_shard_layout(tensor: str, name: str, layout: LayoutLike, ring: Rank
     length = resolved.lengths[ring.rank]
     if rows != length:
         swapped = TRANSPOSE_HINT if x.shape[2] == length else ""
-        raise ValueError(f"{tensor} has {rows} tokens, but {name} gives rank {ring.rank} {length}{swapped}")
+        raise ValueError(f"{tensor} has {rows} tokens, but {name} has {length} for rank {ring.rank}{swapped}")
     return resolved
 
 
@@ -347,7 +347,7 @@ def _equal_blocks(block_mask: object, reach: int) -> BlockMask:
         )
     if reach % len(block_mask):
         raise ValueError(
-            f"block_mask has {len(block_mask)} rows, which do not divide {reach} queries into equal blocks. If the "
+            f"block_mask has {len(block_mask)} rows, which cannot divide {reach} queries into equal blocks. If the "
             "last block is shorter, pass BlockMask(visible, block)."
         )
     return BlockMask(block_mask, reach // len(block_mask))
@@ -360,7 +360,7 @@ def _prefix(length: int | None, causal: bool, reach: int) -> int:
     if length > reach:
         raise ValueError(f"prefix_length is {length}: it must be between 0 and {reach}, the number of tokens")
     if not causal:
-        raise ValueError(f"prefix_length is {length} without causal: it needs causal=True")
+        raise ValueError(f"prefix_length is {length} and causal is False: prefix_length needs causal=True")
     return length
 
 

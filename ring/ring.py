@@ -56,7 +56,7 @@ from .wire import resolve_grad_wire, resolve_wire
 logger = logging.getLogger(__name__)
 
 RING_IN_USE = (
-    "this ring is in use by a call of another thread. Make one call at a time, in the same order on every rank, or use "
+    "this ring is in use by a call in another thread. Make one call at a time, in the same order on every rank, or use "
     "one Ring per thread."
 )
 GRAPH_CAPTURE = (
@@ -284,7 +284,10 @@ class Ring:
 
     @contextmanager
     def _exchange(self, phase: str, device: torch.device) -> Iterator[tuple[Transport, PostHook]]:
-        """Yield a transport that reaches every rank, and the callback for its posts. Report an error to other ranks."""
+        """Yield a transport between all pairs of ranks, to move data outside a pass, and the callback for its posts.
+
+        An error inside the block is reported to the other ranks. ``phase`` names the exchange in errors.
+        """
         transport = self.open_flat(device)
         with self._watched_call(phase, device) as watch:
             if not self._is_fully_connected:  # connect every pair of ranks, not only neighbours on the ring
@@ -482,9 +485,7 @@ class Ring:
             ValueError: the ring has not been used yet, so its device is unknown.
         """
         if self._device is None:
-            raise ValueError(
-                "record() needs a ring that has made a call before. Make one call first, so that the device is known."
-            )
+            raise ValueError("record() needs a ring whose device is known. Make one call with this ring first.")
         self._trace = Trace(self._device)
         try:
             yield self._trace
@@ -513,7 +514,7 @@ class Ring:
                 step()
             except Exception as error:
                 logger.warning(
-                    "rank %d: closing a ring failed in part, so some resources may leak: %s", self.rank, error
+                    "rank %d: closing a ring partly failed, so some resources may leak: %s", self.rank, error
                 )
         self._kv = self._dkv = self._control = self._values = None
         self._opened.clear()

@@ -141,7 +141,7 @@ def _documents(cu_seqlens: Any, batch: int, length: int) -> tuple[Documents, ...
     )
     if len(by_row) != batch:
         raise ValueError(
-            f"cu_seqlens has {len(by_row)} rows: it must have {batch}, one per batch row, or be one list for all"
+            f"cu_seqlens has {len(by_row)} rows: it must have {batch}, one per batch row, or be one list for all rows"
         )
     documents = []
     for row, boundaries in enumerate(by_row):
@@ -159,7 +159,7 @@ def _check_key_mask(key_mask: object, batch: int, keys: int) -> Tensor:
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or tuple(key_mask.shape) != (batch, keys):
         got = f"{key_mask.dtype} {list(key_mask.shape)}" if isinstance(key_mask, Tensor) else type(key_mask).__name__
         raise ValueError(
-            f"key_mask is {got}: it must be a bool tensor of shape [{batch}, {keys}], True if the batch row has the key"
+            f"key_mask is {got}: it must be a bool tensor of shape [{batch}, {keys}], True where the row has the key"
         )
     if key_mask.device.type != "cpu":
         raise ValueError(

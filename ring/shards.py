@@ -38,7 +38,7 @@ def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "lay
             raise ValueError(f"{name} is {layout!r}: it must be a Layout or one of {', '.join(LAYOUT_NAMES)}")
         if seqlen % world:
             raise ValueError(
-                f"{name} is {layout!r}, which needs equal shards, but {world} ranks do not divide {seqlen} tokens. "
+                f"{name} is {layout!r}, which needs equal shards, but {world} does not divide the {seqlen} tokens. "
                 f"Pass Layout.{layout}({seqlen}, {world}) for shards that differ by a token."
             )
         resolved: Layout = getattr(Layout, layout)(seqlen, world)
@@ -88,7 +88,7 @@ def resolve_shard(
     tokens = token_count(x, "x", dim)
     resolved = resolve_layout(layout, _seqlen(layout, tokens * ranks.size), ranks.size, name)
     length = resolved.lengths[ranks.rank]
-    check_tokens(x, "x", dim, length, f"but {name} gives rank {ranks.rank} {length}")
+    check_tokens(x, "x", dim, length, f"but {name} has {length} for rank {ranks.rank}")
     return resolved, DIM.check("dim", dim) % x.dim()
 
 

@@ -292,7 +292,7 @@ class Trace:
                 yield TraceSpan(phase, kind, post.key.hop, done.begin, done.end, name, nbytes)
 
     def _slot_trace(self, number: int) -> Iterator[TraceSpan]:
-        """Return the uses of slots in the ``number``-th recorded call."""
+        """Yield when each slot for K/V or dK/dV was in use during recorded call ``number``, which counts from 0."""
         computed: dict[int, list[tuple[float, float]]] = {}
         at = self._clock.seconds
         for piece in self._pieces:

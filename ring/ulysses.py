@@ -34,7 +34,7 @@ def split_ulysses_heads(heads: int, kv_heads: int, ulysses: int) -> tuple[list[s
         fitting = [str(size) for size in range(1, heads + 1) if can_split_heads(heads, kv_heads, size)]
         raise ValueError(
             f"group has {ulysses} ranks in the Ulysses dimension, which cannot split {heads} heads of q and {kv_heads} "
-            f"of k evenly. With these heads the dimension may have {', '.join(fitting)} ranks."
+            f"of k evenly. With these heads the dimension can have {', '.join(fitting)} ranks."
         )
     edges = [heads * rank // ulysses for rank in range(ulysses + 1)]
     kv_edges = [kv_heads * rank // ulysses for rank in range(ulysses + 1)]

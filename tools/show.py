@@ -92,8 +92,8 @@ def show(
     if tokens * count > MAX_TOKENS_TIMES_RANKS or needed > MOST_BYTES:
         raise typer.BadParameter(
             f"{tokens:,} tokens over {count:,} ranks{f' in blocks of {block}' if block else ''} are too many: they "
-            f"need {human_count(needed, 'B')} of at most {human_count(MOST_BYTES, 'B')}, and tokens times ranks may "
-            f"be at most {MAX_TOKENS_TIMES_RANKS:,}. `ringattn predict` takes any number"
+            f"need {human_count(needed, 'B')}, and the limits are {human_count(MOST_BYTES, 'B')} and "
+            f"{MAX_TOKENS_TIMES_RANKS:,} for tokens times ranks. `ringattn predict` does not have these limits"
         )
     if not tokens:
         raise typer.BadParameter("--seqlen or --lengths gives 0 tokens; pass at least 1")

@@ -69,7 +69,7 @@ def integer_between(minimum: int, maximum: int) -> Validator:
             raise ValueError
         return int(value)
 
-    return Validator(f"a whole number from {_format_integer(minimum)} to {_format_integer(maximum)}", read)
+    return Validator(f"an integer from {_format_integer(minimum)} to {_format_integer(maximum)}", read)
 
 
 def _format_integer(number: int) -> str:

@@ -194,9 +194,9 @@ def document_boundaries(
 ) -> Sequence[int] | None:
     """Return ``cu_seqlens``, or boundaries drawn with the mean length ``documents``, or None if both are None."""
     if documents is None and documents_seed is not None:
-        raise ValueError("--documents-seed is given without --documents. Alone it has no effect.")
+        raise ValueError("--documents-seed has no effect without --documents. Pass both, or neither.")
     if cu_seqlens is not None and documents is not None:
-        raise ValueError("--cu-seqlens and --documents are both given: pass one of them")
+        raise ValueError("--cu-seqlens and --documents cannot be used together: pass only one")
     return random_boundaries(seqlen, documents, documents_seed or 0) if documents is not None else cu_seqlens
 
 

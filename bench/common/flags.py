@@ -58,7 +58,7 @@ def parse_size_text(text: str) -> int:
     """Parse a size such as ``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024)."""
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size. It takes a whole number below 10^18, or one with k, m or g.")
+        raise typer.BadParameter(f"{text!r} is not a size: it must be an integer below 10^18, or one with k, m or g.")
     return int(match[1]) * SUFFIXES[match[2]]
 
 
@@ -69,7 +69,7 @@ def value_parser(kind: Validator, parse: Callable[[str], Any]) -> Callable[[str]
         try:
             return kind.convert(parse(text))
         except ValueError:
-            raise typer.BadParameter(f"got {text!r}: it must be {kind.expected}") from None
+            raise typer.BadParameter(f"{text!r} is not valid: it must be {kind.expected}") from None
 
     return parser
 
@@ -103,7 +103,7 @@ def parse_window(text: str) -> tuple[int, int]:
     """Parse ``4k,0`` as (left, right); -1 means no limit on that side."""
     sides = [-1 if part.strip() == "-1" else parse_size_text(part) for part in text.split(",")]
     if len(sides) != 2:
-        raise typer.BadParameter(f"{text!r} is not a window. It takes LEFT,RIGHT, each a size or -1 for no limit.")
+        raise typer.BadParameter(f"{text!r} is not a window: it must be LEFT,RIGHT, each a size or -1 for no limit.")
     return sides[0], sides[1]
 
 
@@ -126,11 +126,11 @@ def parse_pattern(text: str) -> PatternFlag:
     """Parse ``strided,block=128,stride=4k`` as a :class:`PatternFlag` with the parameters in :data:`PATTERNS`."""
     name, *pairs = [part.strip() for part in text.split(",")]
     if name not in PATTERNS:
-        raise typer.BadParameter(f"{name!r} is not a pattern. It takes one of {', '.join(PATTERNS)}")
+        raise typer.BadParameter(f"{name!r} is not a pattern: it must be one of {', '.join(PATTERNS)}")
     parameters = {key.strip(): parse_size_text(value) for key, _, value in (pair.partition("=") for pair in pairs)}
     if {*parameters} - {"seed"} != {*PATTERNS[name]} or ("seed" in parameters and name != "bigbird"):
         wanted = ",".join(f"{key}=SIZE" for key in PATTERNS[name]) + ("[,seed=SIZE]" if name == "bigbird" else "")
-        raise typer.BadParameter(f"{text!r} has other parameters than {name} takes. Write {name},{wanted}.")
+        raise typer.BadParameter(f"{text!r} has the wrong parameters for {name}. Write {name},{wanted}.")
     return PatternFlag(name, parameters)
 
 
@@ -175,7 +175,7 @@ DeviceDtype = Annotated[
     str | None,
     typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16; default: bf16, on the CPU fp32."),
 ]
-Chunks = Annotated[int, typer.Option(min=1, help="Groups of heads that are sent and computed separately.")]
+Chunks = Annotated[int, typer.Option(min=1, help="Number of head groups, sent and computed separately.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the median is reported.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads per process; default: a share of the cores.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
@@ -186,7 +186,7 @@ LayoutOrFile = Annotated[
         parser=layout,
         metavar="|".join([*LayoutName, "FILE.json"]),
         autocompletion=lambda: [*LayoutName],
-        help="How tokens are split over the ranks; a file has the spans_per_rank of a Layout.",
+        help="How tokens are split over the ranks; a file must have a Layout's spans_per_rank.",
     ),
 ]
 TokensPerRank = Annotated[Any, typer.Option(parser=count, metavar="SIZE", help="Tokens per rank.")]
@@ -226,10 +226,10 @@ MeanDocumentLength = Annotated[
     typer.Option(
         parser=parse_size_text,
         metavar="SIZE",
-        help="Pack documents with exponential lengths of this mean.",
+        help="Pack documents with exponentially distributed lengths of this mean.",
     ),
 ]
-DocumentsSeed = Annotated[int | None, typer.Option(help="Seed of the lengths that --documents draws; default: 0.")]
+DocumentsSeed = Annotated[int | None, typer.Option(help="Seed for the lengths of --documents; default: 0.")]
 SeqUsedK = Annotated[
     Any,
     typer.Option(parser=sizes, metavar="SIZE,…", help="Valid keys of each batch row; the rest are padding."),
@@ -237,7 +237,7 @@ SeqUsedK = Annotated[
 PrefixLength = Annotated[
     int | None,
     typer.Option(
-        parser=parse_size_text, metavar="SIZE", help="First positions, visible to every query despite --causal."
+        parser=parse_size_text, metavar="SIZE", help="First positions, which every query sees even with --causal."
     ),
 ]
 BlockMaskPattern = Annotated[
@@ -301,7 +301,7 @@ def check_mode(
     effective = {*mode_parameters, *common_parameters, "json", "csv"}
     unused = [flag for name, flag in typed(context).items() if name not in effective]
     if unused:
-        raise typer.BadParameter(f"{', '.join(unused)} has no effect {mode}. Leave it out.")
+        raise typer.BadParameter(f"{', '.join(unused)} cannot be used {mode}.")
 
 
 def check_needs(context: typer.Context, needs: Mapping[str, str]) -> None:
@@ -309,14 +309,14 @@ def check_needs(context: typer.Context, needs: Mapping[str, str]) -> None:
     given_flags, flags = typed(context), flag_spellings(context)
     for name, other in needs.items():
         if name in given_flags and other not in given_flags:
-            raise typer.BadParameter(f"{given_flags[name]} is given without {flags[other]}. Alone it has no effect.")
+            raise typer.BadParameter(f"{given_flags[name]} has no effect without {flags[other]}.")
 
 
 def check_exclusive(context: typer.Context, *names: str) -> None:
     """Raise typer.BadParameter if more than one of these parameters was given."""
     conflicting = [flag for name, flag in typed(context).items() if name in names]
     if len(conflicting) > 1:
-        raise typer.BadParameter(f"{' and '.join(conflicting)} are both given: pass one of them")
+        raise typer.BadParameter(f"{' and '.join(conflicting)} cannot be used together: pass only one")
 
 
 def read_layout(context: typer.Context, path: Path, *apart: str) -> Layout:
@@ -332,11 +332,11 @@ def read_layout(context: typer.Context, path: Path, *apart: str) -> Layout:
     try:
         fields = read_object(path)
         if [*fields] != ["spans_per_rank"]:
-            raise ValueError(f"it has {', '.join(fields) or 'no field'}, and must have only spans_per_rank")
+            raise ValueError(f"it has {', '.join(fields) or 'no field'}, but must have only spans_per_rank")
         layout = Layout(**fields)
         if not 0 < layout.seqlen == layout.reach:
             token_text = f"{layout.seqlen} tokens up to position {layout.reach - 1}" if layout.seqlen else "no token"
-            raise ValueError(f"it has {token_text}, and must have every position from 0 to its last one")
+            raise ValueError(f"it has {token_text}, but must have every position from 0 to the last")
     except ValueError as error:
         raise typer.BadParameter(f"--layout is {path}: {error}") from None
     return layout
@@ -355,7 +355,7 @@ def check_chunks(chunks: Sequence[int], kv_heads: int) -> None:
     if max(chunks) > kv_heads or min(chunks) < 1:
         listed = ",".join(map(str, chunks))
         raise typer.BadParameter(
-            f"--chunks is {listed}: it must be between 1 and {kv_heads}, the number of key/value heads"
+            f"--chunks is {listed}: every value must be between 1 and {kv_heads}, the number of key/value heads"
         )
 
 
@@ -366,7 +366,7 @@ def check_transport_flag(name: str, device: str, world: int) -> None:
     if name == AUTO:
         return
     if name not in transport_names():
-        raise typer.BadParameter(f"--transport is {name!r}: it takes {', '.join([AUTO, *transport_names()])}")
+        raise typer.BadParameter(f"--transport is {name!r}: it must be one of {', '.join([AUTO, *transport_names()])}")
     entry = find_transport(name)
     if device not in entry.devices:
         raise typer.BadParameter(f"--transport is {name}: it works on {' and '.join(entry.devices)}, not on {device}")
@@ -400,7 +400,7 @@ def parse_device_kind(text: str) -> str:
 
     has_cuda = torch.cuda.is_available()
     if text not in ("", "cpu", "cuda"):
-        raise typer.BadParameter(f"--device is {text!r}: it takes cpu or cuda")
+        raise typer.BadParameter(f"--device is {text!r}: it must be cpu or cuda")
     if text == "cuda" and not has_cuda:
         raise typer.BadParameter("--device is cuda, but torch finds no CUDA device")
     return text or ("cuda" if has_cuda else "cpu")

@@ -176,7 +176,7 @@ def size_refusal(
     def excess(count: int) -> list[str]:
         wanted, names = needed_for(count), ("memory", "GPU memory")
         return [
-            f"{nbytes / GB:.1f} GB of {name} with {available / GB:.1f} GB free"
+            f"{nbytes / GB:.1f} GB of {name} ({available / GB:.1f} GB are free)"
             for name, nbytes, available in zip(names, wanted, free, strict=True)
             if nbytes > MAX_MEMORY_SHARE * available
         ]
@@ -187,4 +187,4 @@ def size_refusal(
     steps = range(1, -(-size // step))
     largest = step * bisect_left(steps, True, key=lambda number: bool(excess(number * step)))
     fits = f"{size_text(largest)} fits" if largest else f"Not even {size_text(step)} fits"
-    return f"{size:,} {unit} take {' and '.join(reasons)}. {fits}."
+    return f"{size:,} {unit} need {' and '.join(reasons)}. {fits}."

@@ -67,7 +67,7 @@ class Result:
         shared = ", ".join(f"{name} {format_cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in constant)
         lines = [*textwrap.wrap(shared, width), *self._table(columns)]
         if omitted:
-            lines += textwrap.wrap(f"(columns that do not fit, in --csv and --json: {', '.join(omitted)})", width)
+            lines += textwrap.wrap(f"(columns only in --csv and --json: {', '.join(omitted)})", width)
         return "\n".join([*lines, *self.notes, *(f"FAILED: {failure}" for failure in self.failed)])
 
     def _width(self, columns: Sequence[str]) -> int:

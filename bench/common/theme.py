@@ -48,7 +48,7 @@ LINES = (LIGHT.compute, LIGHT.receive, LIGHT.send, LIGHT.backward, LIGHT.wait, L
 def parse_picture_path(text: str) -> Path:
     """Parse the path of a figure; raise typer.BadParameter for other suffixes than :data:`PICTURES`."""
     if not text.lower().endswith(PICTURES):
-        raise typer.BadParameter(f"{text} is not a figure's name: it must end with one of {', '.join(PICTURES)}")
+        raise typer.BadParameter(f"{text} is not a valid figure name: it must end with one of {', '.join(PICTURES)}")
     return Path(text)
 
 

@@ -30,7 +30,7 @@ def demo(
     world: Annotated[
         int | None, typer.Option(min=1, help=f"Ranks; default: the launcher's, or {DEFAULT_WORLD}.")
     ] = None,
-    data: Annotated[int, typer.Option(min=1, help="Number of rings. Each has its own rows of the batch.")] = 1,
+    data: Annotated[int, typer.Option(min=1, help="Number of rings. Each gets its own rows of the batch.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 10,
     batch: flags.Batch = 1,
     seqlen: Annotated[
@@ -46,7 +46,7 @@ def demo(
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = 3e-3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights.")] = 0,
     block: Annotated[
-        int, typer.Option(min=0, help="Tokens of feed-forward and loss at a time; 0: all, without recomputation.")
+        int, typer.Option(min=0, help="Tokens per chunk of feed-forward and loss; 0: one chunk, without recomputation.")
     ] = 1024,
     plot: flags.Plot = None,
     json: flags.Json = None,
@@ -57,8 +57,8 @@ def demo(
     The sequence of one long text is sharded over a ring, and the weights over all ranks. The same steps run unsharded
     with PyTorch's attention, and in float64. The exit code is 1 if results disagree.
 
-    Ranks are GPUs if this machine has several, virtual ranks if it has one, else processes. The job is that of
-    `python -m ringattn.examples.train`, which only trains and writes checkpoints.
+    Ranks are GPUs if this machine has several, virtual ranks if it has one, else processes. `python -m
+    ringattn.examples.train` runs the same job, but only trains and writes checkpoints.
     """
     import torch
 
@@ -112,7 +112,7 @@ def resolve_ranks(world: int | None, data: int, place: LaunchedRank | None) -> i
     elif 1 < gpus < ranks:
         raise ValueError(f"--world is {ranks}: it must be at most {gpus}, the number of GPUs of this machine")
     elif gpus == 1 and data > 1:
-        raise ValueError(f"--data is {data}: it must be 1, because virtual ranks on one GPU make one ring")
+        raise ValueError(f"--data is {data}: it must be 1, because virtual ranks on one GPU form one ring")
     return ranks
 
 

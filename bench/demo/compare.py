@@ -119,7 +119,7 @@ def compare_training(job: Job, text: bytes, world: int) -> Result | None:
                 return agreement_result(job, ComparedRuns(ring, whole, exact))
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
-                f"--seqlen is {job.seqlen}: the unsharded run does not fit on one GPU. Take a shorter sequence."
+                f"--seqlen is {job.seqlen}: the unsharded run does not fit on one GPU. Use a shorter sequence."
             ) from error
 
 
@@ -224,7 +224,7 @@ def agreement_result(job: Job, runs: ComparedRuns) -> Result:
         notes.append(f"DISAGREE: {len(failed)} of {len(rows)} losses and gradients exceed their limit")
     else:
         nearest = max(row_error(row) / row["allowed"] if row["allowed"] else 0.0 for row in rows)
-        notes.append(f"AGREE: every loss and every gradient; the largest error is {nearest:.0%} of its limit")
+        notes.append(f"AGREE: all losses and gradients; the largest error is {nearest:.0%} of its limit")
     about = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"job": asdict(job)}
     return Result("demo", dict.fromkeys(COLUMNS, ""), rows, failed, notes, about)
 
@@ -238,7 +238,10 @@ def row_error(row: Row) -> float:
 def comparison_row(
     step: int, name: str, difference: float, error: float | None, pytorch_error: float | None, allowed: float
 ) -> dict[str, Any]:
-    """Build the row of one loss or gradient; it agrees if its error is at most ``allowed`` and not NaN."""
+    """Build the row of one loss or gradient at ``step``, which counts from 0.
+
+    The row agrees if ``error``, or ``difference`` if ``error`` is None, is at most ``allowed`` and not NaN.
+    """
     row: dict[str, Any] = {"step": step + 1, "name": name, DIFFERENCE: difference, "allowed": allowed}
     row |= {"error": error, "pytorch error": pytorch_error}
     return row | {"agrees": row_error(row) <= allowed}

@@ -66,7 +66,7 @@ def host(
         rows = host_rows(rank_passes(problem(tokens), ring, where), StepTimer(where, timer=timer))
     notes = [
         problem(tokens).title,
-        f"{flags.count_noun(chunks, 'chunk')}; per hop of one rank, median of {REPEATS} passes by {timer}",
+        f"{flags.count_noun(chunks, 'chunk')}; per hop of one rank, median of {REPEATS} passes, timed by {timer}",
     ]
     message, failed = host_verdict(rows, device, timer)
     finish_command(Result("bench host", UNITS, rows, failed, [*notes, message], provenance(where)), json, csv)

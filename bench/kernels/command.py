@@ -88,12 +88,12 @@ def kernels(
     names = [part.strip() for part in by.split(",")] if by else known
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(
-            f"--by has {unknown[0]!r}: on {device.type} it takes one or more of {', '.join(known)}"
+            f"--by has {unknown[0]!r}: on {device.type} each name must be one of {', '.join(known)}"
         )
     ours = sum(name.startswith(OURS) for name in names)
     _check_room(configs, ours, len(names) - ours, device)
     torch.manual_seed(seed)
-    result = Result("bench kernels", UNITS, notes=[f"medians of interleaved runs by {clock.timer}"])
+    result = Result("bench kernels", UNITS, notes=[f"medians of interleaved runs, timed by {clock.timer}"])
     with progress() as step:
         step("measuring", len(configs))
         for config in configs:

@@ -247,7 +247,7 @@ def sdpa_contender(backend: SDPBackend, given: ContenderInputs) -> PreparedConte
 def _dense_mask(backend: SDPBackend, given: ContenderInputs) -> Tensor:
     """Return the mask as a bool tensor; raise ``UnsupportedContenderError`` for backends that take none."""
     if backend not in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
-        raise UnsupportedContenderError("it takes only full and causal masks")
+        raise UnsupportedContenderError("it supports only full and causal masks")
     _check_square(given, 1 + given.q.element_size(), "mask")
     positions = torch.arange(given.config.seqlen, device=given.device)
     return add_head_dim(reference.visible(positions, positions, **given.config.reference_masks(given.device)))

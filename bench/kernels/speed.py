@@ -128,7 +128,7 @@ def _prepare_or_skip_graph(clock: StepTimer, step: Step) -> Step:
     except torch.AcceleratorError:
         raise
     except RuntimeError as refused:
-        raise UnsupportedContenderError(f"no CUDA graph can capture it: {str(refused).splitlines()[0]}") from None
+        raise UnsupportedContenderError(f"CUDA graphs cannot capture it: {str(refused).splitlines()[0]}") from None
 
 
 def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -> dict[str, Any]:

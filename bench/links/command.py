@@ -37,7 +37,7 @@ def parse_channel_counts(text: str) -> tuple[int | None, ...]:
 
     parts = text.split(",")
     if not all(part == "auto" or part.isdigit() for part in parts):
-        raise typer.BadParameter(f"{text!r} is not a list of counts such as auto,8. auto is a ring's default.")
+        raise typer.BadParameter(f"{text!r} is not a list of counts such as auto,8, where auto is a ring's default.")
     counts = tuple(None if part == "auto" else int(part) for part in parts)
     try:
         for count in counts:
@@ -54,16 +54,16 @@ def parse_transports(text: str) -> tuple[str, ...]:
     names = transport_names() if text == "all" else text.split(",")
     if not {*names} <= {*transport_names()}:
         known = ", ".join(transport_names())
-        raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma-separated list of {known}")
+        raise typer.BadParameter(f"--transport is {text!r}: it must be all, or a comma-separated list of {known}")
     return tuple(names)
 
 
 def parse_beside(text: str, device: str) -> str:
     """Return the kernel to run beside the transfers (empty: the default); typer.BadParameter if it cannot run."""
     if text not in ("", FORWARD, MATMUL, "none"):
-        raise typer.BadParameter(f"--beside is {text!r}: it takes {FORWARD}, {MATMUL} or none")
+        raise typer.BadParameter(f"--beside is {text!r}: it must be {FORWARD}, {MATMUL} or none")
     if text == FORWARD and device == "cpu":
-        raise typer.BadParameter(f"--beside is {FORWARD}: this kernel needs a GPU. On the CPU take {MATMUL}.")
+        raise typer.BadParameter(f"--beside is {FORWARD}: this kernel needs a GPU. On the CPU use {MATMUL}.")
     return text or (FORWARD if device == "cuda" else MATMUL)
 
 
@@ -82,7 +82,7 @@ def links_command(
     check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
     timer: flags.RingTimer = "",
     world: Annotated[
-        int | None, typer.Option(min=1, help="Ranks; default: the launcher's, or the GPUs, at least 2.")
+        int | None, typer.Option(min=1, help="Ranks; default: the launcher's, else one per GPU, at least 2.")
     ] = None,
     transport: Annotated[str, typer.Option(metavar="NAME,…", help="all, or names of transports.")] = "all",
     device: flags.DeviceFlag = "",
@@ -91,12 +91,12 @@ def links_command(
         typer.Option(
             parser=parse_channel_counts,
             metavar="N,…",
-            help=f"NCCL channels; auto: as a ring; default: {CHANNELS}.",
+            help=f"NCCL channels; auto: as in a ring; default: {CHANNELS}.",
         ),
     ] = None,
     ctas: Annotated[
         Any,
-        typer.Option(parser=parse_channel_counts, metavar="N,…", help="NCCL CTAs; auto: as a ring; default: auto."),
+        typer.Option(parser=parse_channel_counts, metavar="N,…", help="NCCL CTAs; auto: as in a ring; default: auto."),
     ] = None,
     beside: Annotated[
         str,
@@ -107,7 +107,7 @@ def links_command(
 ) -> None:
     """Measure bandwidth of every transport over every edge: one way, both ways, all at once, and during compute.
 
-    Flags and columns are those of nccl-tests. Times are those of the slowest rank. GB/s are per direction.
+    Flags and columns are as in nccl-tests. Times are the slowest rank's. GB/s are per direction.
     """
     import torch
 
@@ -120,7 +120,7 @@ def links_command(
     timer = flags.resolve_ring_timer(device, timer)
     names = parse_transports(transport)
     if not {*names} & {*swept_transports()}:
-        mode = f"without {' or '.join(swept_transports())} among --transport"
+        mode = f"unless --transport includes {' or '.join(swept_transports())}"
         flags.check_mode(context, mode, context.params.keys() - {"channels", "ctas"})
     for name in names if transport != "all" else ():
         flags.check_transport_flag(name, device, 1)  # here, local runs between virtual ranks

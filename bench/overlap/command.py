@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def overlap(
     context: typer.Context,
     world: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default: the launcher's, or the GPUs, at least 2.")
+        int | None, typer.Option(min=1, help="Processes; default: the launcher's, else one per GPU, at least 2.")
     ] = None,
     tokens: flags.TokensPerRank = "2k",
     batch: flags.Batch = 1,
@@ -36,11 +36,11 @@ def overlap(
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     slots: Annotated[Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Receive buffers for K/V.")] = "1,2,3",
     prefetch: Annotated[
-        Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Hops to request K/V ahead; 0: blocking.")
+        Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Hops by which K/V are requested ahead; 0: blocking.")
     ] = "0,1,2",
     chunks: Annotated[
         Any,
-        typer.Option(parser=flags.sizes, metavar="N,…", help="Groups of heads that are sent and computed separately."),
+        typer.Option(parser=flags.sizes, metavar="N,…", help="Number of head groups, sent and computed separately."),
     ] = "1,2",
     link_share: Annotated[
         float,

@@ -272,5 +272,5 @@ def buffer_verdict(rows: Sequence[Row], repeats: int) -> str:
             spread_text = "" if repeats == 1 else f" ±{spread:.1f}%"
             saved = 100 - 100 * three["together"] / two["together"]
             savings.append(f"{saved:+.1f}%{spread_text} with {count_noun(chunks, 'chunk')}")
-    listed = ", ".join(savings) or "not measured, needs --slots 2,3 --prefetch 1,2 and three ranks"
+    listed = ", ".join(savings) or "not measured; it needs --slots 2,3 and --prefetch 1,2"
     return f"step time saved by the third buffer: {listed}"

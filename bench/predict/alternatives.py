@@ -104,7 +104,7 @@ def alternative_options(call: PredictedCall, inputs: PredictionInputs) -> Iterat
             name, group = mesh_name(degree, call.world), group_call(call, degree)
             needed = mesh_bytes(config, degree, group.ring_form, backward=inputs.has_backward)
             where = "" if call.per_node % degree == 0 else ", over nodes"
-            repeated = f", key heads {degree // call.kv_heads} times" if degree > call.kv_heads else ""
+            repeated = f", with {degree // call.kv_heads} copies of each key head" if degree > call.kv_heads else ""
             note = f"{degree} ranks exchange heads{repeated}{where}"
             yield name, needed, partial(ulysses_passes, call, degree, inputs), note
 

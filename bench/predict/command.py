@@ -109,7 +109,7 @@ class HardwareFlags:
     """Speed of the kernels and of the links."""
 
     kernels: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured kernel speeds: JSON of bench kernels or of a suite.")
+        Path | None, typer.Option(metavar="FILE", help="Measured kernel speeds: JSON from bench kernels or a suite.")
     ] = None
     gpu: Annotated[
         str | None, typer.Option(help=f"GPU model: {', '.join(GPUS)}; default: that of --kernels, else h100.")
@@ -122,9 +122,9 @@ class HardwareFlags:
     ] = None
     link: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(PRESETS)}; GB/s,10us; or JSON of bench links. Default: that of the GPU."),
+        typer.Option(help=f"{', '.join(PRESETS)}; GB/s,10us; or JSON from bench links. Default: that of the GPU."),
     ] = None
-    link_between: Annotated[str | None, typer.Option(help="Link of a NIC, as for --link; default: ib400.")] = None
+    link_between: Annotated[str | None, typer.Option(help="Link of a NIC, given as for --link; default: ib400.")] = None
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,10 @@ class OutputFlags:
         typer.Option(
             parser=parse_axes,
             metavar="tokens=1k..128k,gpus=2..16k",
-            help="Predict a map over tokens per GPU and GPUs instead.",
+            help="Predict a map over tokens per GPU and number of GPUs instead.",
         ),
     ] = None
-    picture: Annotated[Path, typer.Option(metavar="FILE", help="File of the map, PNG or SVG.")] = PICTURE
+    picture: Annotated[Path, typer.Option(metavar="FILE", help="File for the map, PNG or SVG.")] = PICTURE
     trace: flags.Trace = None
     json: flags.Json = None
     csv: flags.Csv = None
@@ -166,11 +166,11 @@ def predict(
     slow: Annotated[
         list[Any] | None,
         typer.Option(
-            parser=parse_slow_rank, metavar="RANK=FACTOR", help=f"A slow rank, as in 3=1.5; up to {MOST_RANKS} GPUs."
+            parser=parse_slow_rank, metavar="RANK=FACTOR", help=f"A slow rank, such as 3=1.5; up to {MOST_RANKS} GPUs."
         ),
     ] = None,
     jitter: Annotated[
-        float, typer.Option(help=f"Random spread of launch times, 0.05 is 5%; {DRAWS} draws; up to {MOST_RANKS} GPUs.")
+        float, typer.Option(help=f"Random spread of launch times: 0.05 is 5%; {DRAWS} draws; up to {MOST_RANKS} GPUs.")
     ] = 0.0,
     memory_gb: Annotated[float | None, typer.Option("--memory", help="Memory of a GPU in GB.")] = None,
     *,
@@ -190,11 +190,11 @@ def predict(
 
     try:
         if picture.suffix not in (".png", ".svg"):
-            raise ValueError(f"picture is {str(picture)!r}: it must end in .png or .svg")
+            raise ValueError(f"--picture is {str(picture)!r}: it must end in .png or .svg")
         shape = _read_layout(context, shape)
         max_gpus = max(sweep["gpus"]) if sweep else shape.world
         if max_gpus > MOST_GPUS:
-            flag = "gpus of sweep" if sweep else "world"
+            flag = "gpus in --sweep" if sweep else "--world"
             raise ValueError(f"{flag} is {max_gpus:,}: it must be at most {MOST_GPUS:,}")
         check_above_zero("GB", memory=memory_gb)
         call = _build_call(shape, mask, ring)
@@ -221,7 +221,7 @@ def _read_layout(context: typer.Context, shape: ShapeFlags) -> ShapeFlags:
     shortest, longest = min(layout.lengths), max(layout.lengths)
     if shortest < longest:
         raise ValueError(
-            f"layout is {shape.layout}: its shards have {shortest:,} to {longest:,} tokens. Make them equal."
+            f"--layout is {shape.layout}: its shards have {shortest:,} to {longest:,} tokens, but must be equal"
         )
     return replace(shape, layout=layout, world=layout.world, seqlen=layout.seqlen)
 
@@ -234,7 +234,7 @@ def _build_call(shape: ShapeFlags, mask: MaskFlags, ring: RingFlags) -> Predicte
     world, seqlen = shape.world, shape.seqlen
     if seqlen is not None and seqlen % world:
         fits = max(seqlen // world, 1) * world
-        raise ValueError(f"seqlen is {seqlen:,}: it must be a multiple of the {world:,} ranks, such as {fits:,}")
+        raise ValueError(f"--seqlen is {seqlen:,}: it must be a multiple of --world, {world:,}, such as {fits:,}")
     tokens = shape.tokens or (seqlen or TOKENS * world) // world
     boundaries = document_boundaries(tokens * world, mask.cu_seqlens, mask.documents, mask.documents_seed)
     config = AttentionConfig(
@@ -260,13 +260,13 @@ def _resolve_hardware(
     if max_gpus <= call.per_node and (link_between is not None or nics is not None):
         raise ValueError("--link-between and --nics need several nodes. Set --nodes to at least 2.")
     if nics is not None and nics > call.per_node:
-        raise ValueError(f"nics is {nics}: it must be at most {call.per_node}, one per GPU of a node")
+        raise ValueError(f"--nics is {nics}: it must be at most {call.per_node}, one per GPU of a node")
     if call.per_node == 1 and link is not None and not is_map:
-        raise ValueError("link is the link inside a node, but each node has one GPU. Use --link-between.")
+        raise ValueError("--link is the link inside a node, but each node has one GPU. Use --link-between.")
     speed, measured = resolve_speed(call, hardware.gpu, hardware.tflops, hardware.backward_tflops, hardware.kernels)
     between = parse_link(link_between or DEFAULT_NODE_LINK, "link-between")
     if link_between is None:
-        between = replace(between, source=f"assumed: {between.source}; --link-between")
+        between = replace(between, source=f"assumed: {between.source}; set it with --link-between")
     return speed, ClusterLinks(parse_link(link or speed.link), between, nics), measured
 
 
@@ -313,9 +313,9 @@ def _write_trace(call: PredictedCall, inputs: PredictionInputs, trace: Path) -> 
     from .timelines import predicted_timeline
 
     if call.world > MOST_RANKS:
-        raise ValueError(f"trace takes at most {MOST_RANKS} GPUs, because it draws every rank: got {call.world}")
+        raise ValueError(f"--trace draws every rank, so at most {MOST_RANKS} GPUs are allowed, not {call.world}")
     if inputs.perturbation.jitter:
-        raise ValueError("trace draws one run, and jitter needs several. Leave one of them out.")
+        raise ValueError("--trace draws one run, but --jitter needs several. Leave one of them out.")
     if is_printing_rank():
         setting = inputs.speed, inputs.links, inputs.perturbation
         passes = predict_passes(call, *setting, phases=inputs.phases, simulated=True)
@@ -359,7 +359,7 @@ def _notes(call: PredictedCall, inputs: PredictionInputs) -> list[str]:
         notes = [f"tokens per GPU for 90% of ideal by the {call.name}: {tokens}"]
     if inputs.perturbation.slow:
         even, slow, balanced = (1e3 * seconds for seconds in straggler_seconds(call, inputs))
-        notes.append(f"slow GPUs: {even:.3f} ms without, {slow:.3f} ms with equal shards ({slow / even - 1:+.1%})")
+        notes.append(f"slow GPUs: {even:.3f} ms without them, {slow:.3f} ms with equal shards ({slow / even - 1:+.1%})")
         notes.append(f"slow GPUs with Layout.balanced: {balanced:.3f} ms ({balanced / even - 1:+.1%})")
     memory = call.memory(backward=inputs.has_backward)
     parts = ", ".join(f"{name} {flags.human_count(nbytes, 'B')}" for name, nbytes in memory.items())

@@ -57,7 +57,7 @@ def check_memory(call: PredictedCall, capacity: float, *, backward: bool = True)
     needed = sum(call.memory(backward=backward).values())
     if needed > capacity:
         raise ValueError(
-            f"{call.tokens:,} tokens per GPU need {needed / 1e9:.1f} GB for this attention alone, and the GPU has "
+            f"{call.tokens:,} tokens per GPU need {needed / 1e9:.1f} GB for this attention alone, but the GPU has "
             f"{capacity / 1e9:.3g} GB. At most {int(call.tokens * capacity / needed):,} tokens fit."
         )
 
@@ -76,10 +76,10 @@ def sweep_percents(
     """
     for world in gpus:
         if world > call.per_node and world % call.per_node:
-            raise ValueError(f"sweep has {world} GPUs: it must be a multiple of the {call.per_node} GPUs of a node")
+            raise ValueError(f"--sweep has {world} GPUs: use a multiple of {call.per_node}, the GPUs per node")
     if not replace(call, tokens=math.gcd(*tokens)).is_plain:
         raise ValueError(
-            "sweep takes full or causal masks, and contiguous, striped or zigzag shards (zigzag: of even length): "
+            "--sweep supports full and causal masks, and contiguous, striped or zigzag shards (zigzag: even length): "
             f"got {call.layout}, {min(tokens)} tokens"
         )
     percents: dict[int, dict[int, float | None]] = {}

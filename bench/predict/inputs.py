@@ -51,7 +51,7 @@ def resolve_speed(
     """
     gpu = gpu and gpu.lower()
     if gpu is not None and gpu not in GPUS:
-        raise ValueError(f"gpu is {gpu!r}: it must be one of {', '.join(GPUS)}. For another GPU set --tflops.")
+        raise ValueError(f"--gpu is {gpu!r}: it must be one of {', '.join(GPUS)}. For another GPU set --tflops.")
     check_above_zero("TFLOP/s", tflops=forward, backward_tflops=backward)
     if kernels is not None:
         return speed_from_file(kernels, call, gpu)
@@ -61,7 +61,7 @@ def resolve_speed(
         return base.fit_speeds((forward * 1e12, alone), None if backward is None else (backward * 1e12, alone)), ()
     if call.dtype not in MODELLED_DTYPES:
         raise ValueError(
-            f"dtype is {call.dtype}: the GPU presets cover only {' and '.join(MODELLED_DTYPES)}. "
+            f"--dtype is {call.dtype}: the GPU presets cover only {' and '.join(MODELLED_DTYPES)}. "
             "Set --tflops or --kernels for this dtype."
         )
     return base, ()
@@ -80,7 +80,7 @@ def speed_from_file(path: Path, call: PredictedCall, gpu: str | None) -> tuple[S
             dtypes = sorted({launched.dtype for row, (_, launched) in rows if row["pass"] == FORWARD})
             available = f"it has rows of {', '.join(dtypes)}" if dtypes else "it has none"
             raise ValueError(
-                f"{path} has no time of a full or causal forward of {OURS} in {call.dtype}: {available}. "
+                f"{path} has no time for a full or causal forward by {OURS} in {call.dtype}: {available}. "
                 f"Measure it with `ringattn bench kernels --dtype {call.dtype} --json FILE`."
             )
     try:
@@ -120,7 +120,7 @@ def _measured_launch(row: Mapping[str, Any], where: str) -> tuple[float, Predict
             head_dim=int(row["head_dim"]), dtype=row["dtype"],
         )  # fmt: skip
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{where} is not a row of `bench kernels`: {error}") from None
+        raise ValueError(f"{where} is not a row written by `bench kernels`: {error}") from None
     return positive_number(row, "rate", where) * 1e12, call
 
 
@@ -135,8 +135,8 @@ def _distance(measured: PredictedCall, call: PredictedCall) -> tuple[float, ...]
 def _row_text(phase: str, flops: float, call: PredictedCall) -> str:
     mask = "causal" if call.mask.causal else "full"
     return (
-        f"{phase} {flops / 1e12:.4g} TFLOP/s of {call.dtype} D{call.head_dim} {mask}, {call.tokens:,} tokens, "
-        f"{call.heads}/{call.kv_heads} heads"
+        f"{phase} {flops / 1e12:.4g} TFLOP/s ({call.dtype}, D{call.head_dim}, {mask}, {call.tokens:,} tokens, "
+        f"{call.heads}/{call.kv_heads} heads)"
     )
 
 
@@ -144,4 +144,4 @@ def check_above_zero(unit: str, **given: float | None) -> None:
     """Raise ValueError if a flag in ``given`` is a number but not finite and above 0; ``unit`` is its unit."""
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name.replace('_', '-')} is {value:g}: it must be above 0 and finite, in {unit}")
+            raise ValueError(f"--{name.replace('_', '-')} is {value:g}: it must be a positive, finite number of {unit}")

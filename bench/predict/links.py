@@ -33,7 +33,7 @@ class LinkSpeed:
     def __post_init__(self) -> None:
         if not 0 < self.rate < math.inf or not 0 <= self.latency < math.inf:
             raise ValueError(
-                f"a link has {self.rate} bytes/s and {self.latency} s ({self.source}). "
+                f"a link has a rate of {self.rate} bytes/s and a latency of {self.latency} s ({self.source}). "
                 "The rate must be above 0, the latency at least 0, and both finite."
             )
 
@@ -107,8 +107,8 @@ def parse_link(text: str, flag: str = "link") -> LinkSpeed:
         return LinkSpeed(float(rate) * GIGA, float(latency.removesuffix("us")) * MICRO if comma else 0.0)
     except ValueError:
         raise ValueError(
-            f"{flag} is {text!r}: it takes one of {', '.join(PRESETS)}; GB/s and latency, such as 200,10us; or a JSON "
-            "file of `ringattn bench links`"
+            f"--{flag} is {text!r}: it must be a preset ({', '.join(PRESETS)}), GB/s with an optional latency, such as "
+            "200,10us, or a JSON file written by `ringattn bench links`"
         ) from None
 
 
@@ -151,5 +151,5 @@ def _fit(slowest: Mapping[float, float], source: str) -> LinkSpeed:
     # Weights of 1 / seconds let small messages determine the latency and large messages the rate.
     slope, latency = np.polyfit(sizes, seconds, 1, w=1 / seconds)
     if not slope > 0:
-        raise ValueError(f"{source}: {sizes.max():,.0f} bytes take no longer than fewer bytes, so the rate is unknown")
+        raise ValueError(f"{source}: time does not grow up to {sizes.max():,.0f} bytes, so the rate is unknown")
     return LinkSpeed(float(1 / slope), max(float(latency), 0.0), source)

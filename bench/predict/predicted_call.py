@@ -58,7 +58,7 @@ class PredictedCall:
     def __post_init__(self) -> None:
         if self.world % self.nodes:
             fits = ", ".join(str(n) for n in range(1, self.world + 1) if self.world % n == 0)
-            raise ValueError(f"nodes is {self.nodes}: it must divide the {self.world} GPUs, so one of {fits}")
+            raise ValueError(f"nodes is {self.nodes}: it must divide world, {self.world}, so use one of {fits}")
         if not 1 <= self.chunks <= self.kv_heads:
             raise ValueError(f"chunks is {self.chunks}: it must be between 1 and kv_heads, {self.kv_heads}")
         check_slots(self.slots, None, self.hops_per_turn)  # raise as Ring does

@@ -107,8 +107,8 @@ def _smaller_calls(call: PredictedCall) -> tuple[PredictedCall, PredictedCall, f
         return None
     if not call.is_plain:
         raise ValueError(
-            f"GPUs is {call.world}: with this layout and mask it must be at most {MOST_RANKS}. "
-            "More need contiguous, zigzag (even shards) or striped, with a full or causal mask."
+            f"world is {call.world}: with this layout and mask it must be at most {MOST_RANKS}. "
+            "Larger rings need a contiguous, zigzag (even shards) or striped layout and a full or causal mask."
         )
     unit, steps = (call.per_node, call.nodes) if call.nodes > 1 else (1, call.world)
     if unit > LARGE_NODE:

@@ -205,9 +205,9 @@ class Perturbation:
         """Raise ValueError if a slow rank is not among ``world`` ranks, or if these are too many to simulate."""
         unknown = [rank for rank in self.slow if not 0 <= rank < world]
         if unknown:
-            raise ValueError(f"slow names rank {unknown[0]}: the rank must be between 0 and {world - 1}")
+            raise ValueError(f"slow has rank {unknown[0]}: the rank must be between 0 and {world - 1}")
         if self.is_active and world > MOST_RANKS:
-            raise ValueError(f"slow and jitter take rings of at most {MOST_RANKS} GPUs: got {world}")
+            raise ValueError(f"slow and jitter support rings of at most {MOST_RANKS} GPUs, not {world}")
 
     def launch_factors(self, rank: int, phase: str, count: int) -> Seconds:
         """Return the factors on a rank's ``count`` launch times: ``[count]``, or with jitter ``[count, draw]``."""

@@ -19,13 +19,13 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def report_command(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Folder of `ringattn bench suite --out DIR`, or of any results in JSON."),
+        typer.Argument(metavar="DIR", help="Folder from `ringattn bench suite --out DIR`, or with any JSON results."),
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=f"File of the page; default: DIR/{PAGE_NAME}.")
+        Path | None, typer.Option(metavar="FILE", help=f"File for the page; default: DIR/{PAGE_NAME}.")
     ] = None,
 ) -> None:
-    """Write one HTML page, which needs no other file, of a folder's results (files of --json) and traces.
+    """Write one self-contained HTML page from a folder's results (files written with --json) and traces.
 
     A predicted trace is drawn below the measured trace of the same call.
     """

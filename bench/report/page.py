@@ -45,7 +45,7 @@ class ResultFolder:
 def read_folder(folder: Path) -> ResultFolder:
     """Read every JSON file of a folder; list files that cannot be read, or raise ValueError if no file can."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder of results, as `ringattn bench suite --out DIR` writes them")
+        raise ValueError(f"{folder} is not a folder of results, such as `ringattn bench suite --out DIR` writes")
     contents = ResultFolder(printable_text(folder.absolute().name))
     for path in sorted(folder.glob("*.json"), key=lambda path: (path.name != SUITE_FILE, path)):
         name = printable_text(path.name)

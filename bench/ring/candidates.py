@@ -79,10 +79,10 @@ class CandidateSetting:
             if importlib.util.find_spec(module) is None:
                 raise CandidateUnavailableError(f"{module} is not installed (pip install {name})")
         if self.shares_gpu:
-            raise CandidateUnavailableError(f"{name} needs a GPU per rank, because it uses NCCL")
+            raise CandidateUnavailableError(f"{name} needs one GPU per rank, because it uses NCCL")
         seqlen, pieces = self.problem.seqlen, pieces * self.problem.world
         if seqlen % pieces:
-            raise CandidateUnavailableError(f"{name} needs tokens in multiples of {pieces}: got {seqlen}")
+            raise CandidateUnavailableError(f"{name} needs a multiple of {pieces} tokens, not {seqlen}")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def sdpa_all_cores(setting: CandidateSetting) -> Candidate:
     problem = setting.problem
     threads = min(cores(), problem.threads * problem.world)
     if setting.device.type != "cpu":
-        raise CandidateUnavailableError("it needs the CPU")
+        raise CandidateUnavailableError("it runs only on the CPU")
     if threads <= problem.threads:
         raise CandidateUnavailableError(f"it would use no more threads than one rank, {problem.threads}")
     return replace(sdpa_one_device(setting), name=ALL_CORES, threads=threads)
@@ -195,7 +195,7 @@ def ulysses(setting: CandidateSetting) -> Candidate:
     problem, world = setting.problem, setting.problem.world
     for name, count in (("heads", problem.heads), ("kv_heads", problem.kv_heads)):
         if count % world:
-            raise CandidateUnavailableError(f"{name} is {count}: it must be a multiple of the {world} ranks")
+            raise CandidateUnavailableError(f"{name} is {count}: it must be a multiple of the number of ranks, {world}")
     setting.require(ULYSSES)
     net = AllToAllAttention(problem.layout_by_name("contiguous"), problem.causal, setting.device)
     sent = exchanged_bytes(problem, world)
@@ -246,9 +246,7 @@ def lucidrains(setting: CandidateSetting) -> Candidate:
     shard = problem.seqlen // problem.world
     bucket = min(BUCKET, shard)
     if shard % bucket or problem.world == 1:
-        raise CandidateUnavailableError(
-            f"it needs at least two ranks, and shards that are multiples of {bucket} tokens"
-        )
+        raise CandidateUnavailableError(f"it needs at least two ranks, and shards with a multiple of {bucket} tokens")
     with warnings.catch_warnings():  # beartype warns about the package's type hints
         warnings.simplefilter("ignore")
         from ring_attention_pytorch.ring_flash_attention import ring_flash_attn

@@ -23,7 +23,7 @@ def parse_layouts(text: str) -> list[str]:
     names = known if text == "all" else [part.strip() for part in text.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise typer.BadParameter(f"{unknown[0]!r} is not a layout. It takes all, or some of {', '.join(known)}")
+        raise typer.BadParameter(f"{unknown[0]!r} is not a layout: pass all, or some of {', '.join(known)}")
     return names
 
 
@@ -32,7 +32,7 @@ def ring(
     world: Annotated[
         Any,
         typer.Option(
-            parser=flags.sizes, metavar="N,…", help="Numbers of processes; default: 2, or a launcher's ranks."
+            parser=flags.sizes, metavar="N,…", help="Numbers of processes; default: the launcher's ranks, else 2."
         ),
     ] = None,
     seqlen: Annotated[Any, typer.Option(parser=flags.sizes, metavar="SIZE,…", help="Total tokens.")] = "16k",
@@ -47,7 +47,7 @@ def ring(
     ] = "zigzag",
     by: Annotated[
         str | None,
-        typer.Option(metavar="NAME,…", help="Candidates to run, by the beginning of their names; default: all."),
+        typer.Option(metavar="NAME,…", help="Run only candidates whose names start with one of these; default: all."),
     ] = None,
     transport: Annotated[str, typer.Option(help="Transport of our ring, as in Ring(transport=).")] = "auto",
     bytes_per_second: Annotated[
@@ -78,13 +78,13 @@ def ring(
     if min(worlds) < 1:
         raise typer.BadParameter(f"--world is {min(worlds)}: it must be at least 1")
     if min(seqlen) < max(worlds):
-        raise typer.BadParameter(f"--seqlen is {min(seqlen)}: it must be at least {max(worlds)}, a token per process")
+        raise typer.BadParameter(f"--seqlen is {min(seqlen)}: it must be at least {max(worlds)}, one token per process")
     flags.check_transport_flag(transport, device, max(worlds))
     if bytes_per_second is not None and device != "cpu":
         raise typer.BadParameter("--bytes-per-second slows down only transfers on the CPU. Set --device cpu.")
     if bytes_per_second is not None and min(worlds) == 1:
         raise typer.BadParameter(
-            "--world is 1: --bytes-per-second slows down transfers between processes, so take 2 or more"
+            "--world is 1: --bytes-per-second slows down transfers between processes, so it must be at least 2"
         )
     prefixes = parse_candidate_prefixes(layout, by, worlds)
     configs = []
@@ -120,5 +120,5 @@ def parse_candidate_prefixes(layouts: list[str], by: str | None, worlds: list[in
     known, prefixes = list(select_makers(layouts, (), worlds)), tuple(by.split(",")) if by else ()
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in known):
-            raise typer.BadParameter(f"--by has {prefix!r}: no candidate starts with it. They are {', '.join(known)}.")
+            raise typer.BadParameter(f"--by has {prefix!r}: it must begin one of {', '.join(known)}.")
     return prefixes

@@ -86,7 +86,7 @@ def measure_rings(place: LaunchedRank, device: torch.device, config: RingConfig)
             setting = CandidateSetting(problem, config.layouts, device, ring, shared, slowed)
             result.add(measure_problem(setting, config, place.rank))
     if device.type == "cpu" and len(config.problems) > 1:
-        result.notes.append("peaks after the first length are upper bounds, because processes measure all lengths")
+        result.notes.append("peaks after the first length are upper bounds, because each process measures all lengths")
     return result
 
 
@@ -131,7 +131,7 @@ def measure_problem(setting: CandidateSetting, config: RingConfig, rank: int) ->
         result.rows.append(candidate_row(problem, candidate, checks[name], times[name], ideal))
         if failing := checks[name].failing_results:
             messages = result.notes if name in PEERS else result.failed
-            messages.append(f"{problem.title}: {name}: {', '.join(failing)} has an error above its limit")
+            messages.append(f"{problem.title}: {name}: error above the limit in {', '.join(failing)}")
     transports = [candidate.ring.transport for candidate in available.values() if candidate.ring is not None]
     threads = f", {problem.threads} threads each" if problem.device == "cpu" else ""
     transport_text = f" over {transports[0]}" if transports else ""

@@ -72,14 +72,14 @@ def suite(
     width, names = min(cores(), MOST_SIDE_BY_SIDE), [part.name for part in all_parts]
     groups = part_processes.group_parts(remaining)
     seconds = sum(part_processes.group_seconds(group, width) for group in groups) + WRITING_SECONDS
-    before = f"{len(parts) - len(remaining)} parts have results and are kept. " if len(remaining) < len(parts) else ""
+    before = f"{len(parts) - len(remaining)} parts with results are kept. " if len(remaining) < len(parts) else ""
     enough = "is enough" if seconds <= budget else "may not be enough for all"
     ends = start + budget - WRITING_SECONDS
     started = time.monotonic() - start
     if short := part_processes.missing_seconds(remaining, ends):
         # Add the start-up time again, because the next start may take longer.
         minimum = math.ceil(budget + short + started)
-        raise typer.BadParameter(f"--budget is {budget:g}, too short for any part: it must be at least {minimum}")
+        raise typer.BadParameter(f"--budget is {budget:g}, too short for even one part: it must be at least {minimum}")
     message = f"{len(remaining)} parts take at most {seconds:.0f} s, usually less. --budget {budget:g} {enough}."
     typer.echo(before + message, err=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # handle like Ctrl-C

@@ -81,7 +81,7 @@ def run_part(part: SuitePart, out: Path, device: str, end_time: float) -> Row:
     if part.missing_reason:
         return {**row, "state": NOT_HERE, "found": part.missing_reason}
     if seconds_left < LEAST_SHARE * part.seconds:
-        message = f"it takes up to {part.seconds:.0f} s, and {max(seconds_left, 0):.0f} s were left"
+        message = f"it takes up to {part.seconds:.0f} s, but only {max(seconds_left, 0):.0f} s were left"
         return {**row, "state": OUT_OF_TIME, "found": message}
     log, mark = out / LOGS / f"{Path(part.file).stem}.txt", f"{folder_mark(out)}{os.getpid()}.{part.name}|"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,10 @@ def _rings(*words: str) -> list[SuitePart]:
 
 
 def _rings_and_meshes(*words: str) -> list[SuitePart]:
-    """Return parts with Ulysses candidates apart from the others, because every mesh opens communicators."""
+    """Return the parts for 4 or more GPUs: every kind of call over NCCL, rings, and meshes of rings and Ulysses groups.
+
+    Meshes have a part of their own, because every mesh opens communicators. ``words`` are flags for both benchmarks.
+    """
     others = ",".join((OURS, ALL_GATHER, CONTEXT_PARALLEL, ZHUZILIN, LUCIDRAINS))
     return [
         _case("cuda", "nccl-4", 90, missing=explain_missing_nccl()),
@@ -175,7 +178,7 @@ def bench_part(name: str, about: str, seconds: float, *words: str, missing: str 
 
 def _alone(gpus: int) -> str | None:
     """Return why two ranks with a GPU each cannot run here, or None."""
-    return None if gpus > 1 else "each rank needs its own GPU, and this machine has one"
+    return None if gpus > 1 else "each rank needs its own GPU, but this machine has one"
 
 
 def _sharing_refusal(gpus: int) -> str | None:

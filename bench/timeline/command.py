@@ -31,7 +31,7 @@ def timeline_command(
     dtype: flags.Dtype = "fp32",
     causal: flags.Causal = True,
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
-    repeats: Annotated[int, typer.Option(min=1, help="Recorded runs; the run of median length is kept.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Recorded runs; the run with the median length is kept.")] = 5,
     threads: flags.Threads = None,
     seed: flags.Seed = 0,
     device: flags.DeviceFlag = "",
@@ -54,7 +54,7 @@ def timeline_command(
     place, ranks = launched_rank(), flags.resolve_world(world, DEFAULT_WORLD)
     device, kv_heads = flags.parse_device_kind(device), flags.resolve_kv_heads(heads, kv_heads)
     if seqlen < ranks:
-        raise typer.BadParameter(f"--seqlen is {seqlen}: it must be at least {ranks}, a token for each rank")
+        raise typer.BadParameter(f"--seqlen is {seqlen}: it must be at least {ranks}, one token per rank")
     problem = AttentionConfig(
         seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value,
         flags.resolve_threads(threads, ranks), seed, device,

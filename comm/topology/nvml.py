@@ -104,7 +104,7 @@ class DeviceInfo:
 
 
 class Link(NamedTuple):
-    """Link between two ranks."""
+    """Kind and expected bandwidth of the connection between two ranks."""
 
     kind: str
     """``nvlink``, ``pcie``, ``network``, ``one gpu``, ``host memory`` or ``unknown``."""
@@ -160,9 +160,10 @@ def network_link(ends: Iterable[tuple[Nic | None, int]]) -> Link:
 
 
 def nearest_nics(devices: Sequence[DeviceInfo]) -> list[Nic | None]:
-    """Return for each device of one host the NIC that shares most PCIe ancestors and is used by the fewest other ranks.
+    """Return for each device of one host the NIC that shares most PCIe ancestors with it, or None without NICs.
 
-    Slow NICs beside fast NICs are left out, because they serve management or storage.
+    Among equals the fastest NIC wins, then the one with the fewest ranks so far. NICs below half of the fastest speed
+    are left out, because they serve management or storage.
     """
     fastest = max((nic.gigabits or 0 for nic in devices[0].nics), default=0)
     nics = [nic for nic in devices[0].nics if (nic.gigabits or 0) * 2 >= fastest]

@@ -253,7 +253,7 @@ def _description(ring: Topology) -> Iterator[str]:
     per_node = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
     ranks = f"{len(ring.nodes)} node{'s' * (len(ring.nodes) > 1)} of {per_node}"
     kind = "two-level ring" if ring.two_level else "flat ring"
-    yield f"{kind} of {ring.world} rank{'s' * (ring.world > 1)}, {ranks}; -N-> expects N GB/s per direction"
+    yield f"{kind} of {ring.world} rank{'s' * (ring.world > 1)}, {ranks}; -N->: expected GB/s per direction"
     links = {(edge.source, edge.destination, edge.level): edge.link for edge in ring.edges}
     levels = [[("ring", ring.order)]]
     if ring.two_level:

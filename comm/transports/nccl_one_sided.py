@@ -82,7 +82,7 @@ def one_sided_missing(environment: Mapping[str, str] = os.environ) -> str | None
         return f"NCCL {text} is loaded; one-sided calls need 2.29.2 or later (torch 2.13 has 2.29.7)"
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: LEAST_DRIVER)()
     if driver < LEAST_DRIVER:
-        return f"the CUDA driver is for {driver // 1000}.{driver // 10 % 100}; one-sided calls need 12.5 or later"
+        return f"the driver supports CUDA {driver // 1000}.{driver // 10 % 100}; one-sided calls need 12.5 or later"
     wrong = (
         f"{name}={value} in the environment {why}"
         for (name, value), why in REFUSED.items()
@@ -251,7 +251,7 @@ class NcclOneSidedTransport(NcclTransport):
             raise TransportError(self._end_reason)
         sizes = self.gather(nbytes)
         if len({*map(str, sizes)}) > 1:
-            raise TransportError(f"nbytes differs between ranks ({sizes}). All ranks must pass the same")
+            raise TransportError(f"nbytes differs between ranks ({sizes}). All ranks must pass the same value")
         pointers: list[int] = []
         try:
             self._together(

@@ -92,7 +92,7 @@ def _merge_requests(values_of_ranks: list[Any], levels: int, names: Sequence[int
         values = [getattr(request, field) for request in requests]
         if len(set(values)) > 1:
             who = ", ".join(f"rank {rank}: {value}" for rank, value in zip(names, values, strict=True))
-            return "TransportError", f"{field} differs between ranks ({who}). All ranks must pass the same", []
+            return "TransportError", f"{field} differs between ranks ({who}). All ranks must pass the same value", []
     requested, candidates = requests[0].transport, [*requests[0].problems]
     choices, passed_over = [], []
     for name in candidates if requested == AUTO else [requested]:
@@ -179,7 +179,7 @@ def open_transports(
     if isinstance(members, LocalGroup):
         members.check_thread()
     if topology is not None and topology.world != members.size():
-        raise ValueError(f"topology has {topology.world} ranks; it must have those of the group, {members.size()}")
+        raise ValueError(f"topology has {topology.world} ranks; it must have as many as the group, {members.size()}")
     levels = _levels(members.rank(), topology or Topology.flat(members.size()), flat=flat)
     control = (control or open_control(members)).new_scope("open")
     request = make_request(members, transport, device, topology, limits, len(levels))
@@ -248,7 +248,7 @@ def _open(
             if missing:
                 name = transport_label(entry.open)
                 raise TypeError(
-                    f"{name} returned {short_repr(opened[-1])}, without the attributes {', '.join(missing)}"
+                    f"{name} returned {short_repr(opened[-1])}, which lacks the attributes {', '.join(missing)}"
                 )
             if entry in transports():
                 opened[-1].name = entry.name

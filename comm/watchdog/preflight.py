@@ -89,7 +89,7 @@ def find_difference(fields_by_rank: Mapping[int, Fields]) -> str | None:
         values = {rank: fields.get(name, "not given") for rank, fields in sorted(fields_by_rank.items())}
         if len(set(values.values())) > 1:
             by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
-            return f"{name} differs between ranks ({by_rank}). All ranks of a ring must pass the same"
+            return f"{name} differs between ranks ({by_rank}). All ranks of a ring must pass the same value"
     return None
 
 

@@ -276,7 +276,7 @@ class Watch:
                 return self._report_problem(self._posts.oldest, f"failed: {noticed}")
             if late is not None:
                 return self._report_problem(
-                    late, f"not over {self._posts.limit(late):g} s after it could start, which is its deadline"
+                    late, f"not finished {self._posts.limit(late):g} s after it could start, which is its deadline"
                 )
         if self._phase is not None or self._is_in_preflight or self._posts.is_busy:
             self._active_at = now
@@ -354,7 +354,7 @@ class Watch:
             return self._fail(other_failure, tell=other_failure.rank == self.rank)
         text = f"rank {self._names[self.rank]}: {where} {what}"
         if other_failure is not None:
-            text = f"{text}. Rank {self._names[other_failure.rank]} found: {other_failure.text}"
+            text = f"{text}. Rank {self._names[other_failure.rank]} reported: {other_failure.text}"
             return self._fail(RingFailure(self.rank, other_failure.kind, text), tell=False)
         self._fail(RingFailure(self.rank, "TransportError", f"{text}. {self._describe_last_steps(post)}"))
 

@@ -36,7 +36,7 @@ class DqTurn(NamedTuple):
 
 @triton.jit
 def make_dq_turn(gradients, visit, head, shape, sizes):
-    """Return the ``DqTurn`` of a key tile for a query head; 0 if the kernel does not compute dQ."""
+    """Return where the key tile of ``visit`` adds to dQ of a query head, and its turn. 0 if there is no dQ."""
     if gradients.dq is None:
         return 0
     else:

@@ -141,21 +141,21 @@ CUDNN_OPERATOR = Operator(cudnn_forward, cudnn_backward, is_heads_first=True, fo
 GPU_BACKENDS = (
     OperatorAttention(
         "flash", FLASH_OPERATOR, supports=HALF_ON_GPU, accepts=flash_accepts,
-        limits="head dims up to 256 on 8.0 and newer, on 8.6, 8.9 and 12.x none from 193 to 224",
+        limits="head dims up to 256 on 8.0 and newer, except 193 to 224 on 8.6, 8.9 and 12.x",
     ),
     OperatorAttention(
         "cudnn", CUDNN_OPERATOR, supports=HALF_ON_GPU, accepts=cudnn_accepts,
-        limits="head dims up to 128, up to 256 on 9.0, 192 with 128 on 10.x, and no deterministic mode",
+        limits="head dims up to 128 (up to 256 on 9.0, and 192 with 128 on 10.x), and no deterministic mode",
     ),
     OperatorAttention(
         "fa3", Operator(fa3_forward, fa3_backward), supports=HALF_ON_GPU, accepts=fa3_accepts, load=load_fa3,
-        limits="equal head dims up to 256 (deterministic: 192) on 8.0 to 9.0, on 9.0 also 192 with 128, and up to 64 "
-        "of q and k with up to 256 of v",
+        limits="equal head dims up to 256 (deterministic: 192) on 8.0 to 9.0; on 9.0 also 192 with 128, and up to 64 "
+        "for q and k with up to 256 for v",
     ),
     OperatorAttention(
         "fa4", Operator(fa4_forward, fa4_backward), supports=HALF_ON_GPU, accepts=fa4_accepts, load=load_fa4,
-        limits="head dims up to 256 on 9.0, up to 128, 192 with 128, and 256 on 10.x and 11.x, and up to 128 on 12.x, "
-        "there without deterministic mode",
+        limits="head dims up to 256 on 9.0; up to 128, 192 with 128, or 256 on 10.x and 11.x; and up to 128 without "
+        "deterministic mode on 12.x",
     ),
 )  # fmt: skip
 """Kernels that have never run here: bench/results/STATUS.md."""

@@ -127,6 +127,6 @@ class OperatorAttention(RectangleAttention):
         if not self._accepts(10 * major + minor, *padded, deterministic):
             mode = " in deterministic mode" if deterministic else ""
             raise ValueError(
-                f"backend {self.name!r} does not support head dims {dims[0]} of q and k and {dims[1]} of v{why} on "
+                f"backend {self.name!r} does not support head dim {dims[0]} for q and k and {dims[1]} for v{why} on "
                 f"compute capability {major}.{minor}{mode}: it supports {self._limits}"
             )

@@ -15,7 +15,7 @@ from ...kernels.launch import Pair
 
 FEATURES = {
     "bounds": "masks with an interval of keys per query row (causal, window_size, cu_seqlens, prefix_length)",
-    "seqused_k": "different numbers of keys per batch row (seqused_k)",
+    "seqused_k": "a different number of keys in each batch row (seqused_k)",
     "block_sparse": "block-sparse masks (block_mask)",
     "softcap": "softcap",
     "alibi_slopes": "alibi_slopes",
@@ -25,7 +25,7 @@ FEATURES = {
     "backward": "gradients",
     "lse_gradient": "a gradient through lse",
     "nan_inputs": "NaN in q, k or v; without it a NaN in lse counts as an error of the kernel",
-    "config": "config, the tiles of the Triton kernels",
+    "config": "config, which sets the tiles of the Triton kernels",
 }
 """Features of local kernels, with the text that completes "backend does not support" in errors."""
 
@@ -47,7 +47,7 @@ class Supports:
         """Raise ValueError if ``features`` has a name that is not in :data:`FEATURES`."""
         object.__setattr__(self, "features", frozenset(self.features))
         if unknown := sorted({*self.features} - FEATURES.keys()):
-            raise ValueError(f"features has {', '.join(unknown)}: it may have only {', '.join(FEATURES)}")
+            raise ValueError(f"features has {', '.join(unknown)}: it may contain only {', '.join(FEATURES)}")
 
 
 class LocalForward(Protocol):

@@ -84,7 +84,7 @@ class RectangleAttention:
         if self.blockwise is None and len(cut) > MANY_RECTANGLES and not self._has_logged:
             self._has_logged = True
             text = (
-                "backend %r: a mask makes %d rectangles in one hop, one kernel call each; backend='triton' needs fewer"
+                "backend %r: a mask splits a hop into %d rectangles, each a kernel call; backend='triton' needs fewer"
             )
             logger.info(text, self.name, len(cut))
         return cut
@@ -389,7 +389,10 @@ class RectangleBackward:
     def _blockwise(
         self, k: Tensor, v: Tensor, bounds: Bounds, heads: _Heads, region: Region, scores: Scores, accum: Tensors
     ) -> None:
-        """Add dQ of a blockwise region, and add its dK and dV to ``accum``."""
+        """Add the gradients of a region that is no rectangle or triangle, and that the ``blockwise`` module computes.
+
+        dQ is added to the region's rows of ``self._dq``, dK and dV to ``accum``, which has the region's keys only.
+        """
         if self._delta is None:
             self._delta = row_dot(self._dout, self._out).transpose(1, 2)
         dout, q, dq = (x[region.items, region.rows, heads.queries] for x in (self._dout, self._q, self._dq))

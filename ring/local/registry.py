@@ -31,14 +31,12 @@ def register_backend(name: str, factory: Factory, *, default_for: str | None = N
         ValueError: the name is taken, or the device type has a default.
     """
     if not isinstance(name, str) or not name or name == "auto" or name in _FACTORIES:
-        raise ValueError(
-            f"name is {short_repr(name)}: it must be text other than the names in use, auto, {', '.join(_FACTORIES)}"
-        )
+        raise ValueError(f"name is {short_repr(name)}: it must be a string other than auto, {', '.join(_FACTORIES)}")
     if not callable(factory):
         raise ValueError(f"factory is {short_repr(factory)}: it must be callable and return a LocalAttention")
     if default_for in _DEFAULTS:
         raise ValueError(
-            f"default_for is {default_for!r}, but backend='auto' already selects {_DEFAULTS[default_for]} there"
+            f"default_for is {default_for!r}, but backend='auto' already selects {_DEFAULTS[default_for]} for it"
         )
     _FACTORIES[name] = factory
     if default_for is not None:
@@ -84,7 +82,9 @@ def _check_kernel(what: str, kernel: Any) -> LocalAttention:
         takes = "a LocalAttention, an object with name, supports, forward and backward"
         raise ValueError(f"{what} is {short_repr(kernel)}: it must be {takes}")
     if not isinstance(kernel.name, str) or not isinstance(kernel.supports, Supports):
-        raise ValueError(f"{what} is {short_repr(kernel)}: its name must be text and its supports a ringattn.Supports")
+        raise ValueError(
+            f"{what} is {short_repr(kernel)}: its name must be a string, and its supports a ringattn.Supports"
+        )
     return kernel
 
 
@@ -103,11 +103,11 @@ def check_supports(
     if q.device.type not in supports.devices:
         raise ValueError(f"{text} q on {q.device}: it supports {', '.join(supports.devices)}")
     if q.dtype not in supports.dtypes:
-        raise ValueError(f"{text} q of {q.dtype}: it supports {', '.join(map(str, supports.dtypes))}")
+        raise ValueError(f"{text} q with dtype {q.dtype}: it supports {', '.join(map(str, supports.dtypes))}")
     if dim not in supports.head_dims:
-        raise ValueError(f"{text} head dim {dim} of q and k: it supports {supports.head_dims}")
+        raise ValueError(f"{text} head dim {dim} for q and k: it supports {supports.head_dims}")
     if value_dim not in value_dims:
-        raise ValueError(f"{text} head dim {value_dim} of v: it supports {value_dims} if q and k have {dim}")
+        raise ValueError(f"{text} head dim {value_dim} for v: it supports {value_dims} if q and k have {dim}")
     if "state" not in supports.features:
         needs = needs | {"learnable_sink": False}  # the ring merges it
     for name in (name for name, is_needed in needs.items() if is_needed and name not in supports.features):

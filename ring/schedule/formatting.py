@@ -29,7 +29,7 @@ def format_schedule(plan: Schedule) -> str:
             _legend(f"K/V: N computes with shard N, (N) only passes it on, {sent}, . nothing"),
             *_table(plan, _kv_cell),
             "",
-            _legend(f"dK/dV: N has those of shard N, > sends them on, {back}, {root}, . nothing"),
+            _legend(f"dK/dV: N holds dK/dV of shard N, > sends them on, {back}, {root}, . nothing"),
             *_table(plan, _dkv_cell),
         ]
     )

@@ -80,7 +80,7 @@ def _span(name: str, given: tuple[int, ...]) -> Span:
         span = Span(0, 0, 0)
     if span.step < 1 or span.stop > MAX_POSITIONS:
         raise ValueError(
-            f"{name} is {short_repr(given)}: it must be a Span(start, length, step=1) of whole numbers. Start and "
+            f"{name} is {short_repr(given)}: it must be a Span(start, length, step=1) of integers. Start and "
             "length must be at least 0, step at least 1, and all positions below 2^62."
         )
     return span if span.length > 1 else span._replace(step=1)
@@ -151,12 +151,12 @@ class Documents:
     def __init__(self, cu_seqlens: Iterable[int] | torch.Tensor, name: str = "cu_seqlens") -> None:
         boundaries = whole_numbers(name, cu_seqlens, "[documents + 1]")
         if len(boundaries) < 2:
-            raise ValueError(f"{name} is {list(boundaries)}: it must have at least one document, [0, length]")
+            raise ValueError(f"{name} is {list(boundaries)}: it must have at least one document, such as [0, length]")
         if boundaries[0] != 0:
             raise ValueError(f"{name} starts at {boundaries[0]}: it must start at 0")
         for index, (start, end) in enumerate(pairwise(boundaries)):
             if end < start:
-                raise ValueError(f"{name}[{index + 1}] is {end}, the one before is {start}: it must not descend")
+                raise ValueError(f"{name}[{index + 1}] is {end} after {start}: boundaries must not decrease")
         self.boundaries = boundaries
 
     @property
@@ -223,16 +223,16 @@ def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) ->
             )
         if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)}: it must be an integer tensor of shape {shape}"
+                f"{name} is {given.dtype} of shape {list(given.shape)}: it must be an integer tensor of shape {shape}"
             )
         return tuple(given.tolist())
     try:
         return tuple(map(INTEGERS.convert, given))
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {short_repr(given)}: it must be a list of whole numbers or a CPU tensor") from None
+        raise ValueError(f"{name} is {short_repr(given)}: it must be a list of integers or a CPU tensor") from None
 
 
-_SPEED = real_number("a finite number of at least 0", lambda speed: 0 <= speed < inf)
+_SPEED = real_number("a finite number, at least 0", lambda speed: 0 <= speed < inf)
 
 
 def _zigzag(boundaries: Sequence[int], world: int) -> list[list[Span]]:
@@ -371,10 +371,10 @@ class Layout:
             if not isinstance(positions, torch.Tensor):
                 raise ValueError(f"{name} is {short_repr(positions)}: it must be an integer CPU tensor of shape [S]")
             if positions.device.type != "cpu" or positions.dim() != 1 or positions.dtype not in INTEGER_DTYPES:
-                got = f"{positions.dtype} {list(positions.shape)} on {positions.device}"
+                got = f"{positions.dtype} of shape {list(positions.shape)} on {positions.device}"
                 raise ValueError(f"{name} is {got}: it must be an integer CPU tensor of shape [S]")
             if (positions.diff() < 1).any():
-                raise ValueError(f"{name} does not ascend. Sort the positions of the rank.")
+                raise ValueError(f"{name} is not in ascending order. Sort the rank's positions.")
             spans.append(_spans(positions.long()))
         return cls(spans)
 
@@ -582,7 +582,7 @@ class Layout:
             check_tokens(x, f"shards[{rank}]", dim, length, f"but rank {rank} has {length}")
             like, other = ([*t.narrow(dim, 0, 0).shape, t.dtype, t.device] for t in (shards[0], x))
             if other != like:
-                got, first = (f"{t.dtype} {list(t.shape)} on {t.device}" for t in (x, shards[0]))
+                got, first = (f"{t.dtype} of shape {list(t.shape)} on {t.device}" for t in (x, shards[0]))
                 raise ValueError(f"shards[{rank}] is {got}: it must be like shards[0], {first}, except along dim {dim}")
         if all(span.step == 1 for spans in self.spans_per_rank for span in spans):
             pieces = [

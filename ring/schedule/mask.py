@@ -82,7 +82,7 @@ class BlockMask:
             if step != 1 or start % self.block or (end % self.block and end != layout.reach):
                 raise ValueError(
                     f"{name} gives rank {rank} the span {(start, length, step)}: with block_mask every span must be a "
-                    f"run of whole blocks of {self.block} positions"
+                    f"contiguous run of whole blocks of {self.block} positions"
                 )
             runs.append(torch.arange(start // self.block, -(-end // self.block)))
         blocks = torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
@@ -184,7 +184,7 @@ def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, 
     window, global_ = check_at_least(1, "window", window), check_at_least(0, "global_", global_)
     random = check_at_least(0, "random", random)
     if window % 2 == 0:
-        raise ValueError(f"window is {window}: it must be odd: the query's own block, and equally many on either side")
+        raise ValueError(f"window is {window}: it must be odd, to cover the query's block and as many on either side")
     seen = ((queries - keys).abs() <= window // 2) | (queries < global_) | (keys < global_)
     generator = torch.Generator().manual_seed(SEED.check("seed", seed))
     for row in seen:
@@ -244,7 +244,7 @@ def _grid(seqlen: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = -(-check_at_least(0, "seqlen", seqlen) // check_at_least(1, "block", block))
     if blocks > MAX_BLOCKS:
         raise ValueError(
-            f"block is {block}: {seqlen:,} positions have {blocks:,} blocks, and the table would take {blocks**2:,} "
+            f"block is {block}: {seqlen:,} positions have {blocks:,} blocks, and the table would need {blocks**2:,} "
             f"bytes, more than 2^30. Pass a block of at least {-(-seqlen // MAX_BLOCKS):,}."
         )
     # int32, because a pattern of a million positions has 10^8 blocks, and each is computed from these several times

@@ -274,7 +274,7 @@ def schedule(
     keys = layout if kv_layout is None else kv_layout
     if keys.world != layout.world:
         raise ValueError(
-            f"kv_layout is made for {keys.world} ranks and layout for {layout.world}: both must be the same"
+            f"kv_layout is made for {keys.world} ranks and layout for {layout.world}: the numbers must be equal"
         )
     if direction not in (1, -1):
         raise ValueError(f"direction is {direction!r}: it must be 1 (to the next rank) or -1 (to the previous rank)")

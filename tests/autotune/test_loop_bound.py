@@ -32,7 +32,7 @@ VARIANT = KernelVariant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
     ("forward", {"tensor_memory": 592}, "592 columns of tensor memory"),
     ("forward", {"loops": ()}, "no loop"),
     ("forward", {"loops": (Loop(16, 0, 16, True),)}, "serialised wgmma"),
-    ("forward", {"hazards": ("A is overwritten by FADD",)}, "1 instructions use registers of wgmma in flight"),
+    ("forward", {"hazards": ("A is overwritten by FADD",)}, "1 instructions use registers of in-flight wgmma"),
     ("quantize", {"stack": 8}, "8 bytes of local memory"),
     ("quantize", {"flushes_subnormals": True}, "flushed"),
 ])  # fmt: skip

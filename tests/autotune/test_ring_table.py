@@ -76,7 +76,7 @@ def test_damaged_files_are_skipped_with_a_warning(folders: Folders) -> None:
     data = json.loads(path.read_text())
     data["rings"][0]["point"]["length"] = 0
     path.write_text(json.dumps(data))
-    reason = re.escape(f"{path} is refused: rings[0]: length is 0")
+    reason = re.escape(f"{path} is rejected: rings[0]: length is 0")
     with pytest.warns(UserWarning, match=f"{reason}.*"):
         assert ring_settings(POINT, H200) is None
     save_ring(package, H200, ring_entry(setting=DEFAULT))
@@ -163,4 +163,4 @@ def test_report_of_a_search() -> None:
     ]  # fmt: skip
     assert "incomplete" in report.notes[0] and "75.0% less than the default" in report.notes[-1]
     failed = ring_search_result(POINT, SearchResult(None, {}, {DEFAULT: "no such link"}, True), None, None)
-    assert failed.failed == ["1024 tokens: no setting works here; the column note has the reasons"]
+    assert failed.failed == ["1024 tokens: no setting works here; see the column note for the reasons"]

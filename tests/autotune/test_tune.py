@@ -65,12 +65,12 @@ def run_command(*arguments: str) -> Any:
     (["--arch", "sm_91"], "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
     (["--heads", "6", "--kv-heads", "4"], "heads is 6: it must be a multiple of kv_heads, 4"),
     (["--seqlen", "0"], "seqlen is [0]"),
-    (["--kernels", "dq,dk"], "--kernels has 'dk': it must be one of forward, dq, dkdv"),
+    (["--kernels", "dq,dk"], "--kernels has 'dk': each must be one of forward, dq, dkdv"),
     (["--save-dir", "/dev/null/x"], "--save-dir is /dev/null/x: cannot write to this folder"),
-    (["--world", "5"], "--world is given without --ring"),
-    (["--device", "cpu"], "--device is given without --ring"),
+    (["--world", "5"], "--world has no effect without --ring"),
+    (["--device", "cpu"], "--device has no effect without --ring"),
     (["--ring", "--value-dim", "64"], "--value-dim is 64: with --ring it must equal --head-dim"),
-    (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no effect with --ring"),
+    (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles cannot be used with --ring"),
     (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused(
@@ -161,7 +161,7 @@ def test_a_compile_budget_completes_some_points_and_reports_the_others(
     assert result.exit_code == 0, result.output
     first, second = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert first["left"] == 0 and first["tile"] != "none" and second["left"] > 0 and second["tile"] == "none"
-    assert f"--budget ended: 1 of 2 points are not compiled, with at least {second['left']}" in result.output
+    assert f"--budget ran out: 1 of 2 points still have at least {second['left']} binaries" in result.output
     again = json.loads(run_command(*flags, "--json", "-").output)
     assert all(row["left"] == 0 and row["tile"] != "none" for row in again["rows"])
     assert len(pool.seen) == len({(job, job.role, job.sizes) for job in pool.seen}), "a job is compiled twice"
@@ -351,8 +351,8 @@ def raise_out_of_resources(results: Any) -> Any:
 @pytest.mark.parametrize(("kernel", "name", "wrong", "message"), [
     ("forward", "attention_forward", lambda results: (results[0] * torch.nan, results[1]), "error of out is nan"),
     ("forward", "attention_forward", raise_out_of_resources, r"RuntimeError: out of resource: shared memory$"),
-    ("dq", "attention_dq", add_error, r"error of dq is 0\.00\d*, PyTorch's is "),
-    ("single_pass", "attention_gradients", add_error, r"error of dk is 0\.00\d*, PyTorch's is "),
+    ("dq", "attention_dq", add_error, r"error of dq is 0\.00\d*, but PyTorch's is "),
+    ("single_pass", "attention_gradients", add_error, r"error of dk is 0\.00\d*, but PyTorch's is "),
 ])  # fmt: skip
 def test_wrong_results_are_reported(
     kernel: str, name: str, wrong: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch

@@ -162,8 +162,8 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
 
 @pytest.mark.parametrize(("flag", "value", "message"), [
     ("--seqlen", "100g", "--seqlen: 107,374,182,400 tokens take"),
-    ("--dtype", "int8", "'int8': it must be one of fp32, bf16, fp16"),
-    ("--seqlen", "0", "'0': it must be a whole number from 1"),
+    ("--dtype", "int8", "'int8' is not valid: it must be one of fp32, bf16, fp16"),
+    ("--seqlen", "0", "'0' is not valid: it must be"),
     ("--kv-heads", "3", "--kv-heads is 3"),
     ("--head-dim", "33", "--head-dim is 33: it must be even"),
     ("--data", "2", "--data is 2: it must divide --batch, 1"),

@@ -39,26 +39,26 @@ def test_flag_values_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(("check", "arguments", "message"), [
-    *((parse_size_text, (text,), "a whole number below 10^18") for text in ("", "-1", "1.5k", "9" * 19)),
-    (flags.counts, ("2,0",), "'0': it must be a whole number from 1"),
-    (flags.head_dims, ("64,513",), "'513': it must be a whole number from 1 to 512"),
+    *((parse_size_text, (text,), "is not a size") for text in ("", "-1", "1.5k", "9" * 19)),
+    (flags.counts, ("2,0",), "'0' is not valid: it must be"),
+    (flags.head_dims, ("64,513",), "'513' is not valid: it must be"),
     (flags.parse_window, ("3",), "'3' is not a window"),
-    (flags.dtype_name, ("int8",), "'int8': it must be one of fp32, bf16, fp16, float16"),
+    (flags.dtype_name, ("int8",), "'int8' is not valid: it must be one of fp32, bf16, fp16, float16"),
     (flags.grad_wire_dtype, ("float8_e4m3fn",), "one of fp32, bf16, float32, bfloat16"),
     (flags.parse_pattern, ("spiral,block=3",), "'spiral' is not a pattern"),
     (flags.parse_pattern, ("strided,block=3",), "Write strided,block=SIZE,stride=SIZE"),
     (flags.parse_pattern, ("strided,block=3,stride=4,seed=2",), "'strided,block=3,stride=4,seed=2'"),
     (flags.resolve_kv_heads, (4, 3), "--heads is 4: it must be a multiple of --kv-heads, 3"),
-    (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: it must be between 1 and 8"),
-    (flags.check_chunks, ([0], 8), "--chunks is 0: it must be between 1 and 8"),
-    (flags.check_transport_flag, ("magic", "cpu", 2), "--transport is 'magic': it takes auto, local"),
+    (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: every value"),
+    (flags.check_chunks, ([0], 8), "--chunks is 0: every value"),
+    (flags.check_transport_flag, ("magic", "cpu", 2), "--transport is 'magic': it must be one of auto, local"),
     (flags.check_transport_flag, ("nccl", "cpu", 2), "--transport is nccl: it works on cuda, not on cpu"),
     (
         flags.check_transport_flag,
         ("local", "cpu", 2),
         "--transport is local: it works only within one process. Use auto for 2 ranks.",
     ),
-    (flags.parse_device_kind, ("tpu",), "--device is 'tpu': it takes cpu or cuda"),
+    (flags.parse_device_kind, ("tpu",), "--device is 'tpu': it must be"),
     (flags.resolve_timer, ("cpu", "events"), "--timer is 'events': on cpu it must be one of clock"),
     (flags.resolve_timer, ("cuda", "sundial"), "on cuda it must be one of events, graph, clock"),
     (flags.resolve_ring_timer, ("cuda", "graph"), "on cuda it must be one of events, clock"),
@@ -88,9 +88,9 @@ def test_constants_of_flags_match_the_code() -> None:
 @pytest.mark.parametrize(("words", "message"), [
     ([], ""),
     (["--a", "1", "--b", "2", "--json", "-"], ""),
-    (["--c", "3"], "--c has no effect in this mode"),
-    (["--b", "2"], "--b is given without --a"),
-    (["--a", "1", "--d-long", "4"], "--a and --d-long are both given: pass one of them"),
+    (["--c", "3"], "--c cannot be used in this mode"),
+    (["--b", "2"], "--b has no effect without --a"),
+    (["--a", "1", "--d-long", "4"], "--a and --d-long cannot be used together"),
 ])  # fmt: skip
 def test_flags_that_do_not_apply_are_refused(words: list[str], message: str) -> None:
     app = typer.Typer()

@@ -186,7 +186,7 @@ def test_our_contenders_run_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(StepTimer, "prepare_step", refuse)
     rows = speed.measure_kernels(config(40, 1, 1), StepTimer(CPU), seconds=0, prefixes=[OURS])
-    why = "no CUDA graph can capture it: operation not permitted when stream is capturing"
+    why = "CUDA graphs cannot capture it: operation not permitted when stream is capturing"
     assert rows.failed == [f"{OURS} is not available: {why}"] and [row["note"] for row in rows.rows] == [why]
 
 
@@ -271,5 +271,5 @@ def test_the_command_writes_rows_and_notes(tmp_path: Path, monkeypatch: pytest.M
     report = read_result(tmp_path / "k.json")
     assert {row["dtype"] for row in report.rows} == {"float32", "bfloat16"} and len(report.rows) == 4 * 7
     assert {row["by"] for row in report.rows} == {OURS, "ATen operator", "math"}
-    assert "interleaved runs by clock" in report.notes[0] and "matrix product in the same runs" in report.notes[1]
+    assert "runs, timed by clock" in report.notes[0] and "matrix product in the same runs" in report.notes[1]
     assert result.stdout.splitlines()[-1] == report.notes[-1]

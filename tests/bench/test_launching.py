@@ -278,8 +278,8 @@ LAUNCHED = {
     "doctor --seqlen 256 --bytes 1k": "no problems found",
     "tune --ring --heads 1 --head-dim 16 --seqlen 128,256 --budget 60 --save-dir {folder}": "256 tokens: best",
     "tune --heads 1 --head-dim 64 --seqlen 1k --tiles 1 --kernels dq --compile-only --save-dir {folder}": "written",
-    "show --seqlen 16 --world 2 --causal": "dK/dV: N has those of shard N",
-    "bench memory --tokens 2k --heads 4": "difference between numbers of ranks",
+    "show --seqlen 16 --world 2 --causal": "dK/dV: N holds dK/dV of shard N",
+    "bench memory --tokens 2k --heads 4": "variation with the number of ranks",
 }
 """Text that each command prints exactly once."""
 

@@ -86,22 +86,22 @@ def test_a_refusal_for_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) ->
         check_size_fits("--tokens", size, needed, CPU, unit="tokens per rank")
 
     ask(100_000)
-    message = r"^--tokens: 204,800 tokens per rank take 0.2 GB of memory with 0.1 GB free. 97k fits.$"
+    message = r"^--tokens: 204,800 tokens per rank need 0.2 GB of memory .0.1 GB are free.. 97k fits.$"
     with pytest.raises(typer.BadParameter, match=message):
         ask(200 * 1024)
     ask(97 * 1024)
     with pytest.raises(typer.BadParameter, match="Not even 1k fits"):
         ask(2048, lambda size: MemoryNeeds(PROCESS_BYTES + size))
-    message = r"^2,048 tokens take 0.2 GB of GPU memory with 0.[12] GB free. 1k fits.$"
+    message = r"^2,048 tokens need 0.2 GB of GPU memory .0.[12] GB are free.. 1k fits.$"
     assert re.search(
         message, str(memory_module.size_refusal(2048, lambda n: MemoryNeeds(0, n * 10**5), FREE, unit="tokens"))
     )
 
 
 @pytest.mark.parametrize(("launcher", "per_rank", "message"), [
-    ({}, True, "--size: 8,192 tokens on each of 4 ranks take 0.2 GB of memory with 0.0 GB free. 1k fits"),
-    ({}, False, "--size: 32,768 tokens over 4 ranks take 0.2 GB of memory with 0.0 GB free. 5k fits"),
-    ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, True, "take 0.1 GB of memory"),
+    ({}, True, "--size: 8,192 tokens on each of 4 ranks need 0.2 GB of memory .0.0 GB are free.. 1k fits"),
+    ({}, False, "--size: 32,768 tokens over 4 ranks need 0.2 GB of memory .0.0 GB are free.. 5k fits"),
+    ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, True, "need 0.1 GB of memory"),
 ])  # fmt: skip
 def test_ranks_that_do_not_fit_this_machine_are_refused(
     alone: None, launcher: dict[str, str], per_rank: bool, message: str, monkeypatch: pytest.MonkeyPatch

@@ -324,7 +324,7 @@ def test_key_heads_are_repeated_if_ranks_outnumber_them() -> None:
     assert {name for name in names if name.startswith("Ulysses")} == {
         "Ulysses 2 x ring 4", "Ulysses 4 x ring 2", "Ulysses 8 x ring 1"
     }  # fmt: skip
-    assert names["Ulysses 8 x ring 1"].note == "8 ranks exchange heads, key heads 4 times"
+    assert names["Ulysses 8 x ring 1"].note == "8 ranks exchange heads, with 4 copies of each key head"
     full = replace(call, kv_heads=8)
     assert exchange_seconds(call, 8, INPUTS) == exchange_seconds(full, 8, INPUTS) > exchange_seconds(call, 2, INPUTS)
     memory = [way.memory for way in predict_alternatives(full, INPUTS) if way.name == "Ulysses 8 x ring 1"]

@@ -44,39 +44,39 @@ def own(*arguments: str) -> dict[str, Any]:
 
 
 REFUSED = {
-    "--tflops nan": "tflops is nan: it must be above 0",
-    "--backward-tflops 300": "--backward-tflops is given without --tflops",
+    "--tflops nan": "--tflops is nan: it must be",
+    "--backward-tflops 300": "--backward-tflops has no effect without --tflops",
     "--jitter nan": "jitter is nan: it must be between 0 and 1, where 0.05 is 5%",
-    "--jitter 0.1 --gpus 256": "slow and jitter take rings of at most 128 GPUs: got 256",
+    "--jitter 0.1 --gpus 256": "slow and jitter support rings of at most 128 GPUs, not 256",
     "--slow 3": "'3' is not RANK=FACTOR",
-    "--slow 9=2": "slow names rank 9: the rank must be between 0 and 7",
-    "--slow 8=2": "slow names rank 8: the rank must be between 0 and 7",
+    "--slow 9=2": "slow has rank 9: the rank must be between 0 and 7",
+    "--slow 8=2": "slow has rank 8: the rank must be between 0 and 7",
     "--gpu abacus": "it must be one of h100",
-    "--link warp": "it takes one of nvlink4",
+    "--link warp": "--link is 'warp': it must be a preset (nvlink4",
     "--link-between ib400": "link-between and --nics need several nodes",
-    "--nodes 2 --nics 99": "nics is 99: it must be at most 4",
-    "--gpus 2 --nodes 2 --link pcie5": "link is the link inside a node, but each node has one GPU",
-    "--gpus 8 --nodes 3": "nodes is 3: it must divide the 8 GPUs, so one of 1, 2, 4, 8",
+    "--nodes 2 --nics 99": "--nics is 99: it must be at most 4",
+    "--gpus 2 --nodes 2 --link pcie5": "--link is the link inside a node, but each node has one GPU",
+    "--gpus 8 --nodes 3": "nodes is 3: it must divide world, 8, so use one of 1, 2, 4, 8",
     "--layout none.json": "--layout is none.json: No such file",
-    "--layout none.json --seqlen 8k": "--seqlen and --layout are both given",
-    f"--layout none.json {MAP}": "--layout and --sweep are both given",
+    "--layout none.json --seqlen 8k": "--seqlen and --layout cannot be used together",
+    f"--layout none.json {MAP}": "--layout and --sweep cannot be used together",
     "--slots 1 --world 4": "slots is 1: a ring of 4 ranks needs at least 2",
     "--chunks 9 --kv-heads 8": "chunks is 9: it must be between 1 and kv_heads, 8",
-    "--dtype fp32": "dtype is float32: the GPU presets cover only float16 and bfloat16. Set --tflops or",
+    "--dtype fp32": "--dtype is float32: the GPU presets cover only float16 and bfloat16. Set --tflops or",
     "--tokens 4m": "GB for this attention alone",
-    "--seqlen 1001": "seqlen is 1,001: it must be a multiple of the 8 ranks, such as 1,000",
+    "--seqlen 1001": "--seqlen is 1,001: it must be a multiple of --world, 8, such as 1,000",
     "--world 16385": "world is 16,385: it must be at most 16,384",
-    "--gpus 512 --tokens 64 --prefix-length 4k": "GPUs is 512: with this layout and mask it must be at most 128",
-    "--layout striped --block-mask strided,block=128,stride=1k": "every span must be a run of whole blocks of 128",
-    "--trace t.json --gpus 256": "trace takes at most 128 GPUs, because it draws every rank: got 256",
-    "--trace t.json --jitter 0.1": "trace draws one run, and jitter needs several",
-    "--picture map.png": "--picture is given without --sweep",
+    "--gpus 512 --tokens 64 --prefix-length 4k": "world is 512: with this layout and mask it must be at most 128",
+    "--layout striped --block-mask strided,block=128,stride=1k": "every span must be a contiguous run of whole blocks",
+    "--trace t.json --gpus 256": "--trace draws every rank, so at most 128 GPUs are allowed, not 256",
+    "--trace t.json --jitter 0.1": "--trace draws one run, but --jitter needs several",
+    "--picture map.png": "--picture has no effect without --sweep",
     "--sweep tokens=1k": "does not have the form tokens=1k..128k,gpus=2..16k",
-    "--sweep tokens=1k..1k,gpus=2..32k": "gpus of sweep is 32,768: it must be at most 16,384",
-    "--sweep tokens=1k..1k,gpus=2..16 --world 6": "sweep has 8 GPUs: it must be a multiple of the 6 GPUs of a node",
-    "--sweep tokens=3..9,gpus=2..4": "zigzag shards (zigzag: of even length): got zigzag, 3 tokens",
-    f"{MAP} --trace t.json": "--sweep and --trace are both given",
-    f"{MAP} --memory 0.001": "1,024 tokens per GPU need 0.2 GB for this attention alone, and the GPU has 0.001 GB",
+    "--sweep tokens=1k..1k,gpus=2..32k": "gpus in --sweep is 32,768: it must be at most 16,384",
+    "--sweep tokens=1k..1k,gpus=2..16 --world 6": "--sweep has 8 GPUs: use a multiple of 6",
+    "--sweep tokens=3..9,gpus=2..4": "zigzag shards (zigzag: even length): got zigzag, 3 tokens",
+    f"{MAP} --trace t.json": "--sweep and --trace cannot be used together",
+    f"{MAP} --memory 0.001": "1,024 tokens per GPU need 0.2 GB for this attention alone, but the GPU has 0.001 GB",
     f"{MAP} --picture map.gif": "it must end in .png or .svg",
 }
 
@@ -289,7 +289,7 @@ def test_the_nearest_row_of_a_file_is_used(call: PredictedCall, rate: float, tmp
     assert {*ROWS[0]} < {*UNITS}  # `bench kernels` writes these columns
     for rows in (ROWS, ROWS[::-1]):
         _, (_, forward, *_) = speed_from_file(result_file(tmp_path, rows, gpu=GPU), call, None)
-        assert forward.startswith(f"forward {rate} TFLOP/s of {call.dtype}")
+        assert forward.startswith(f"forward {rate} TFLOP/s ({call.dtype}")
 
 
 def test_a_launch_takes_the_time_of_its_row(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_launch_takes_the_time_of_its_row(tmp_path: Path) -> None:
     assert sum(speed.seconds(launch, area, call, hop=1) for launch in (DQ, DKDV)) > products
     assert (speed.name, speed.multiprocessors, speed.capacity) == ("NVIDIA H200", 132, 140 * 2**30)
     text = " ".join(invoke("--kernels", str(result_file(tmp_path, ROWS, gpu=GPU)), *TWO).output.split())
-    assert "of 2 NVIDIA H200, B1" in text and "forward 400 TFLOP/s of bfloat16 D128 causal" in text
+    assert "of 2 NVIDIA H200, B1" in text and "forward 400 TFLOP/s (bfloat16, D128, causal" in text
 
 
 def transfer(nbytes: object, micros: object, **more: Any) -> dict[str, Any]:
@@ -346,7 +346,7 @@ def changed(place: int, **values: Any) -> list[dict[str, Any]]:
     (ROWS[9:10], GPU, "it has rows of float32"),
     (changed(0, rate=True), GPU, "rows[0]: rate is True"),
     (changed(1, rate=1e12), GPU, "is too fast: this call would take less time"),
-    (changed(0, heads="16"), GPU, "rows[0] is not a row of `bench kernels`"),
+    (changed(0, heads="16"), GPU, "rows[0] is not a row written by `bench kernels`"),
 ])  # fmt: skip
 def test_files_of_kernels_are_refused_by_name(
     rows: list[dict[str, Any]], about: object, words: str, tmp_path: Path

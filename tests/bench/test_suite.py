@@ -167,7 +167,7 @@ def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
     assert 14 <= budgets[0] <= 15 and 21 <= budgets[1] <= 22 and 40 <= budgets[2] <= 45
     late = run([part("cut", code=HANGS, seconds=0.9), part("late", seconds=50.0)], tmp_path, budget=0.6)
     assert [row["state"] for row in late.values()] == ["out of time", "out of time"]
-    assert late["late"]["found"] == "it takes up to 50 s, and 0 s were left"
+    assert late["late"]["found"] == "it takes up to 50 s, but only 0 s were left"
 
 
 def test_parts_that_are_not_timed_run_side_by_side(tmp_path: Path) -> None:
@@ -281,15 +281,15 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "1 parts take at most 25 s" in text and "--budget 480 is enough" in text
     assert "may not be enough for all" in call("--only", "last", "--budget", "1")[2]
     code, states, text = call("--only", "fails", "--budget", "21")  # writing the page takes the rest
-    assert code == 2 and "fails" not in states and "--budget is 21, too short for any part" in text
+    assert code == 2 and "fails" not in states and "--budget is 21, too short for even one part" in text
     code, states, text = call()
     assert code == 1 and states == {"first": "done", "fails": "failed", "last": "not here"}
-    assert "2 parts have results" in text and "FAILED: fails: exit code 1: ValueError: no" in text
+    assert "2 parts with results" in text and "FAILED: fails: exit code 1: ValueError: no" in text
     during = json.loads((out / "logs" / "fails.txt").read_text().rpartition("Traceback")[0])
     assert [row["state"] for row in during["rows"]] == ["done", "not here"]
     assert read_result(out / "results.json").failed == ["fails: exit code 1: ValueError: no"]
     code, states, text = call("--only", "last")
-    assert code == 0 and len(states) == 3 and "1 parts have results" in text and "first" not in text
+    assert code == 0 and len(states) == 3 and "1 parts with results" in text and "first" not in text
     assert count.read_text() == "x"
     assert "1 parts take at most" in call("--only", "fails")[2]  # a failed part runs again
     listed[0] = replace(listed[0], command=(*listed[0].command, "another"))
@@ -314,4 +314,4 @@ def test_rehearsal_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {row["state"] for row in rows} == {"done"}
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in ("host.json", "beside_NCCL.json", "tune.json"))
-    assert f"{len(listed)} parts have results" in CliRunner().invoke(cli.app, flags).output
+    assert f"{len(listed)} parts with results" in CliRunner().invoke(cli.app, flags).output

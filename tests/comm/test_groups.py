@@ -96,7 +96,7 @@ def test_resolve_group_takes_process_groups_and_1d_meshes(gloo: dist.ProcessGrou
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
     assert group_rank_size(mesh) == (0, 1)
     both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "ring"))
-    with pytest.raises(ValueError, match=r"DeviceMesh of 2 dimensions. .*pass mesh\['ring'\]"):
+    with pytest.raises(ValueError, match=r"a 2D DeviceMesh. .*pass mesh\['ring'\]"):
         resolve_group(both)
     assert group_rank_size(both["ring"]) == (0, 1)
     with pytest.raises(ValueError, match="with mesh_dim_names"):
@@ -152,7 +152,7 @@ def test_transports_refused_for_a_single_rank(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=match):
         open_transport(transport=transport, device=device)
-    with pytest.raises(ValueError, match="topology has 4 ranks; it must have those of the group, 1"):
+    with pytest.raises(ValueError, match="topology has 4 ranks; it must have as many as the group, 1"):
         open_transports(device="cpu", topology=Topology.grid(2, 2))
 
 

@@ -202,7 +202,7 @@ def test_capture_into_a_cuda_graph_is_refused(windows: Windows, monkeypatch: pyt
     [
         (22902, 12050, {}, None),
         (22901, 12050, {}, "NCCL 2.29.1 is loaded; one-sided calls need 2.29.2"),
-        (22907, 12040, {}, "the CUDA driver is for 12.4; one-sided calls need 12.5"),
+        (22907, 12040, {}, "the driver supports CUDA 12.4; one-sided calls need 12.5"),
         (22907, 13000, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment lets a"),
         (22907, 13000, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, None),
         (22907, 13000, {"NCCL_WIN_ENABLE": "0"}, "NCCL_WIN_ENABLE=0 in the environment disables"),

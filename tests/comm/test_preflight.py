@@ -24,7 +24,7 @@ from ringattn.comm.watchdog.preflight import (
 from ..support.transport_cases import HANGS
 from ..support.watch_cases import MemoryConnection, memory_controls, run_on_all
 
-MUST = "All ranks of a ring must pass the same"
+MUST = "All ranks of a ring must pass the same value"
 
 
 def preflights(size: int) -> list[Preflight]:

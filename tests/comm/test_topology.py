@@ -37,7 +37,7 @@ def test_topology_is_described_in_text() -> None:
     assert (
         text
         == """\
-two-level ring of 4 ranks, 2 nodes of 2; -N-> expects N GB/s per direction
+two-level ring of 4 ranks, 2 nodes of 2; -N->: expected GB/s per direction
   node 0, a  0 -380-> 1 -380-> 0   NVLink 4 x18 switch
   node 1, b  2 -380-> 3 -380-> 2   NVLink 4 x18 switch
   rail 0     0 -47-> 2 -47-> 0   mlx5_0
@@ -47,7 +47,7 @@ two-level ring of 4 ranks, 2 nodes of 2; -N-> expects N GB/s per direction
     )
     assert "0 -?-> 1 -?-> 0   unknown" in Topology.flat(2).describe()
     assert (
-        Topology.flat(1).describe() == "flat ring of 1 rank, 1 node of 1; -N-> expects N GB/s per direction\n  ring  0"
+        Topology.flat(1).describe() == "flat ring of 1 rank, 1 node of 1; -N->: expected GB/s per direction\n  ring  0"
     )
 
 
@@ -230,8 +230,8 @@ def test_nodes_without_devices() -> None:
     ("arguments", "message"),
     [
         ([[[0, 2]]], "every rank from 0 on exactly once"),
-        ([[0, 1]], "a list of ranks per node"),
-        ([[["0"]]], "a list of ranks per node"),
+        ([[0, 1]], "a list of nodes"),
+        ([[["0"]]], "a list of nodes"),
         ([[[0]], 3], "devices is 3; it must be a tuple with the DeviceInfo of every rank, or empty"),
         ([[[0, 1, 2]], tuple(cpus("a", 2))], "devices has 2 entries; it must have one per rank, 3"),
     ],

@@ -63,7 +63,7 @@ def test_late_transfers_are_propagated_to_all_ranks(clock: ManualClock) -> None:
     ranks.watches[2].tick()
     (text,) = ranks.transports[2].reasons
     assert text.startswith(
-        "rank 2: forward hop 1: K/V (64 bytes rank 1 -> rank 2, 64 bytes rank 2 -> rank 0) not over 3 s after it "
+        "rank 2: forward hop 1: K/V (64 bytes rank 1 -> rank 2, 64 bytes rank 2 -> rank 0) not finished 3 s after it "
         "could start, which is its deadline. Last reported: rank 0: in a forward after forward hop 1: K/V ("
     )
     assert "; rank 1: in a forward after forward hop 1: K/V (" in text
@@ -72,7 +72,7 @@ def test_late_transfers_are_propagated_to_all_ranks(clock: ManualClock) -> None:
     assert ranks.connection(0).asked == requests + 1
     for rank in (0, 1):
         (reason,) = ranks.transports[rank].reasons
-        assert reason.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
+        assert reason.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 reported: ")
         assert text in reason
     # A waiting call raises the failure, and later calls raise the same error.
     requests = ranks.connection(2).asked
@@ -90,7 +90,7 @@ def test_the_root_cause_is_named_not_the_closed_connection() -> None:
     ranks.watches[1].tick()
     fences[0].finish("send to rank 1 failed: Connection reset by peer")
     message = str(ranks.watches[0].report_failure(TransportError("send to rank 1 failed: Connection reset by peer")))
-    assert "Connection reset by peer. Rank 1 found: " in message and "receive from rank 2 failed: killed" in message
+    assert "Connection reset by peer. Rank 1 reported: " in message and "receive from rank 2 failed: killed" in message
 
 
 def test_the_failed_transfer_is_named_not_the_oldest(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,7 +206,7 @@ def test_other_errors_are_kept_and_propagated_to_peers() -> None:
     ranks.tick()
     (reason,) = ranks.transports[1].reasons
     edges = "64 bytes rank 0 -> rank 1, 64 bytes rank 1 -> rank 0"
-    assert reason.startswith(f"rank 1: forward hop 1: K/V ({edges}) given up. Rank 0 found: rank 0: ")
+    assert reason.startswith(f"rank 1: forward hop 1: K/V ({edges}) given up. Rank 0 reported: rank 0: ")
     assert "failed: MemoryError: out of memory" in reason
 
 
@@ -241,7 +241,7 @@ def test_a_failure_is_propagated_after_a_short_stall_of_the_store(clock: ManualC
     ranks.watches[0].tick()
     clock.now += 2.0
     ranks.watches[1].tick()
-    assert ["Rank 0 found: rank 0: " in reason for reason in ranks.transports[1].reasons] == [True]
+    assert ["Rank 0 reported: rank 0: " in reason for reason in ranks.transports[1].reasons] == [True]
 
 
 def test_a_hanging_abort_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
             time.sleep(0.01)
         raise watch.report_failure(TransportError(ranks.transports[1].reasons[0]))
 
-    text = "heads differs between ranks (rank 0: 4, rank 1: 8). All ranks of a ring must pass the same"
+    text = "heads differs between ranks (rank 0: 4, rank 1: 8). All ranks of a ring must pass the same value"
     assert [(type(error), str(error)) for error in run_on_all(ranks.watches, call)] == [(ValueError, text)] * 2
     assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
 
@@ -392,11 +392,11 @@ def test_errors_use_the_rank_numbers_of_the_mesh(clock: ManualClock) -> None:
         clock.now += 2.0
         ranks.watches[1].tick()
     ranks.watches[0].tick()
-    late = "rank 3: forward hop 1: K/V (64 bytes rank 1 -> rank 3, 64 bytes rank 3 -> rank 1) not over 3 s"
+    late = "rank 3: forward hop 1: K/V (64 bytes rank 1 -> rank 3, 64 bytes rank 3 -> rank 1) not finished 3 s"
     assert ranks.transports[1].reasons[0].startswith(late)
     assert "Last reported: rank 1: agreed on a call" in ranks.transports[1].reasons[0]
     assert ranks.transports[0].reasons[0].startswith("rank 1: ")
-    assert f"Rank 3 found: {late}" in ranks.transports[0].reasons[0]
+    assert f"Rank 3 reported: {late}" in ranks.transports[0].reasons[0]
 
 
 @pytest.mark.parametrize("ticks", [0, 1, 2])

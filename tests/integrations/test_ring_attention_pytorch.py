@@ -160,7 +160,7 @@ ODD = Q[:, :, :, :7].transpose(2, 3)  # [B, H, S, D]
         (lambda: ours.ring_flash_attn(Q, Q[:, :4], Q[:, :4], causal=True), "q has 8 tokens and k has 4.*causal=True"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, max_lookback_seq_len=4), "max_lookback_seq_len is 4 without causal"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, bucket_size=3, striped_ring_attn=True), "bucket_size is 3"),
-        (lambda: ours.ring_flash_attn(Q, Q, Q, ring_reduce_col=True, ring_size=2), "must divide the 1 ranks"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, ring_reduce_col=True, ring_size=2), "ring_size is 2: it must divide 1"),
         (lambda: ours.ring_flash_attn(Q, Q[:, :, :3], Q[:, :, :3]), "4"),
         (lambda: ours.tree_attn_decode(Q), "k is NoneType and v is NoneType with shard_kv_seq=True"),
         (lambda: ours.tree_attn_decode(Q, Q[:, :4], Q[:, :4]), "k has 4 heads and q has 8"),

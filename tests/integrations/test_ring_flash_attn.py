@@ -195,7 +195,7 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 9]), 6), "ends at 9 and q has 8 tokens"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 7]), 4), "ends at 7 and q has 8 tokens"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4"),
-        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 9, 8]), 9), "it must not descend"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 9, 8]), 9), "must not decrease"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 8]), None), "max_seqlen is None"),
         (lambda: ours.ring_flash_attn_qkvpacked_func([Q, Q, Q]), "qkv is a list: it must be a torch.Tensor"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(0, PREPARED[0].clone())), "cu_seqlens_q is not prepared"),

@@ -86,7 +86,7 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
         (lambda group: ours.substitute_hf_flash_attn(group, "1"), "heads_k_stride is '1'"),  # type: ignore[arg-type]
         (lambda group: update(group), "Call substitute_hf_flash_attn"),
         (lambda group: (one(group), update(None)), "process_group is unknown"),
-        (lambda group: (one(group), update(group, 0, 4, 2)), "must not descend"),
+        (lambda group: (one(group), update(group, 0, 4, 2)), "must not decrease"),
         (lambda group: (one(group, "sdpa"), update(group)), "no attention has used ringattn since"),
         (
             lambda group: one(group, position_ids=torch.arange(22 - group.rank())[None]),

@@ -234,7 +234,7 @@ def test_layouts_of_load_balancers() -> None:
 @pytest.mark.parametrize(
     ("balancer", "world", "words"),
     [
-        (_PerDocumentHeadTailLoadBalancer([[8, 8]], 2, "cpu"), 2, r"do not ascend on rank 0.*Layout\.zigzag\("),
+        (_PerDocumentHeadTailLoadBalancer([[8, 8]], 2, "cpu"), 2, r"ascending order on rank 0.*Layout\.zigzag\("),
         (torch.tensor([[0, 1, 2, 3], [0, 2, 1, 3]]), 2, "differ between batch rows"),
         (torch.arange(6), 4, "6 tokens.* multiple of world, 4"),
         (torch.arange(6), 0, "6 tokens.* multiple of world, 0"),

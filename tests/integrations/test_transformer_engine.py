@@ -352,7 +352,7 @@ def test_layouts_and_packings_of_one_and_of_several_ranks() -> None:
     assert formats._even_layout(6, 2, True) == Layout.contiguous(6, 2)
     assert formats._even_layout(8, 2, False) == Layout.zigzag(8, 2)
     for seqlen, contiguous, multiple in ((6, False, 4), (7, True, 2)):
-        with pytest.raises(ValueError, match=f"has {seqlen} tokens over 2 ranks: it must be a multiple of {multiple}"):
+        with pytest.raises(ValueError, match=f"has {seqlen} tokens over 2 ranks: use a multiple of {multiple}"):
             formats._even_layout(seqlen, 2, contiguous)
     alone = formats._packing((0, 3, 5), (0, 3, 7), 1, False)
     assert (alone.layout.lengths, alone.cu_seqlens, alone.has_padding) == ((7,), (0, 3, 3, 5, 7), True)

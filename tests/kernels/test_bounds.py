@@ -60,12 +60,12 @@ def test_block_ranges_equal_the_visible_blocks(rows: int, columns: int, data: st
 
 
 @pytest.mark.parametrize(("visible", "block", "message"), [
-    (torch.ones(2, 2), 16, r"visible is torch.float32 \[2, 2\]: it must be a bool tensor of shape \[query blocks,"),
-    (torch.ones(2, 2, dtype=torch.uint8), 16, "visible is torch.uint8 "),
-    (torch.ones(2, dtype=torch.bool), 16, r"visible is torch.bool \[2\]: it must be a bool tensor of shape"),
+    (torch.ones(2, 2), 16, r"visible is a torch.float32 tensor of shape \[2, 2\]: it must be"),
+    (torch.ones(2, 2, dtype=torch.uint8), 16, "visible is a torch.uint8 "),
+    (torch.ones(2, dtype=torch.bool), 16, r"visible is a torch.bool tensor of shape \[2\]: it must be"),
     ([[True]], 16, "visible is list: it must be a torch.Tensor"),
-    (torch.ones(2, 2, dtype=torch.bool), 0, "block is 0: it must be a whole number of at least 1"),
-    (torch.ones(2, 2, dtype=torch.bool), 16.0, "block is 16.0: it must be a whole number of at least 1"),
+    (torch.ones(2, 2, dtype=torch.bool), 0, "block is 0: it must be"),
+    (torch.ones(2, 2, dtype=torch.bool), 16.0, "block is 16.0: it must be"),
 ])  # fmt: skip
 def test_invalid_block_sparse_indices_are_refused(visible: Any, block: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):

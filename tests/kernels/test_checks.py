@@ -113,28 +113,28 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"state": (STATE, None)}, "state has only one of out and lse"),
     (
         {"bounds": vectors(lo=INDEX[:6])},
-        r"\.lo is torch.int32 \[6\] on cpu: .* int32 of shape \[8\] on cpu, one per query row",
+        r"\.lo is a torch.int32 tensor of shape \[6\] on cpu: .* int32 of shape \[8\] on cpu, one element per query",
     ),
-    ({"bounds": vectors(hi=INDEX[:6])}, r"bounds\.hi is torch.int32 \[6\] .*, one per query row"),
+    ({"bounds": vectors(hi=INDEX[:6])}, r"bounds\.hi is .* shape \[6\] .*, one element per query row"),
     ({"bounds": vectors(hi=zeros(16, dtype=torch.int32)[::2])}, r"bounds\.hi has stride \(2,\): it must be contiguous"),
-    ({"bounds": Bounds(None, None, INDEX[:3])}, r"seqused_k is torch.int32 \[3\] .* \[2\] on .*, one per batch row"),
+    ({"bounds": Bounds(None, None, INDEX[:3])}, r"seqused_k is .* shape \[3\] .* \[2\] .* per batch row"),
     ({"bounds": Bounds([0] * 8, INDEX)}, "bounds.lo is list: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"bounds": Bounds(None, None, [8, 8])}, "bounds.seqused_k is list: it must be"),  # type: ignore[arg-type]
     ({"bounds": blocks(1, 2)}, r"bounds.block_sparse has \[1, 2\] blocks: .* must have \[1, 1\]"),
     ({"bounds": blocks(1, 1, device=META)}, "bounds.block_sparse is on meta"),
-    ({"bounds": blocks(1, 1, block=24)}, "blocks of 24 positions: the number must be a multiple of 16"),
-    ({"bounds": blocks(1, 1), "config": tiles(16, 32)}, "config.forward has tiles of 16 x 32: they must divide the bl"),
-    ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 for none"),
-    ({"scores": Scores(softcap=1e-9)}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 for none"),
-    ({"scores": Scores(dropout_p=1.0)}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
+    ({"bounds": blocks(1, 1, block=24)}, "block size 24: it must be a multiple of 16"),
+    ({"bounds": blocks(1, 1), "config": tiles(16, 32)}, "config.forward has block_q=16 and block_k=32: "),
+    ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be"),
+    ({"scores": Scores(softcap=1e-9)}, "softcap is 1e-09: it must be"),
+    ({"scores": Scores(dropout_p=1.0)}, "dropout_p is 1.0: it must be"),
     ({"scores": Scores(dropout_seed=1 << 64)}, "dropout_seed is 18446744073709551616"),
-    ({"scores": Scores(alibi_slopes=zeros(3))}, r"alibi_slopes is torch.float32 \[3\] .* \[4\] or \[2, 4\]"),
+    ({"scores": Scores(alibi_slopes=zeros(3))}, r"alibi_slopes is torch.float32 of shape \[3\] .* \[4\] or \[2, 4\]"),
     ({"scores": Scores(alibi_slopes=zeros(4, 2).T)}, "alibi_slopes has strides .*: it must be contiguous"),
     ({"scores": Scores(alibi_slopes=0.5)}, "alibi_slopes is float: it must be a torch.Tensor"),  # type: ignore[arg-type]
-    ({"scores": DROPS}, "q_positions of the scores is None: ALiBi and dropout need int32 of shape .8."),
-    ({"scores": replace(DROPS, q_positions=range(8))}, "q_positions of the scores is range: it must be"),  # type: ignore[arg-type]
-    ({"scores": replace(DROPS, q_positions=INDEX.long())}, r"q_positions of the scores is torch.int64 \[8\]"),
-    ({"scores": replace(DROPS, q_positions=INDEX[:7])}, r"q_positions of the scores is torch.int32 \[7\]"),
+    ({"scores": DROPS}, "scores.q_positions is None: ALiBi"),
+    ({"scores": replace(DROPS, q_positions=range(8))}, "scores.q_positions is range: it must be"),  # type: ignore[arg-type]
+    ({"scores": replace(DROPS, q_positions=INDEX.long())}, r"scores.q_positions is torch.int64 of shape \[8\]"),
+    ({"scores": replace(DROPS, q_positions=INDEX[:7])}, r"scores.q_positions is torch.int32 of shape \[7\]"),
 ]
 """Errors of attention_forward, or of a check that all entries share."""
 
@@ -195,17 +195,17 @@ TILE = Tile(32, 32, 4, 1)
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"order": "longst"}, "order is 'longst': it must be one of heads, longest"),
     ({"pack_gqa": None}, "pack_gqa is None: it must be True or False"),
-    ({"sm_margin": 4}, "sm_margin is 4 and persistent False: it must be None or"),
+    ({"sm_margin": 4}, "sm_margin is 4 and persistent is False: "),
     (
         {"forward_kernel": "hopper", "pack_gqa": True},
-        "pack_gqa True: forward_kernel='hopper' needs order='heads', .* pack_gqa=False",
+        "pack_gqa is True: forward_kernel='hopper' needs order='heads', .* pack_gqa=False",
     ),
-    *(({"dkdv_splits": n}, "dkdv_splits is .*: it must be 'auto' or a div") for n in (0, True, "2")),
+    *(({"dkdv_splits": n}, "dkdv_splits is .*: it must be 'auto' or divide") for n in (0, True, "2")),
     (
         {"dkdv_splits": 2, "backward": "single_pass"},
-        "dkdv_splits is 2 with backward='single_pass': it needs 'two_pass'",
+        "dkdv_splits is 2 with backward='single_pass': it needs backward='two_pass'",
     ),
-    ({"dkdv_epilogue": "descriptors", "backward": "hopper"}, "with backward='hopper': it needs 'two_pass'"),
+    ({"dkdv_epilogue": "descriptors", "backward": "hopper"}, "with backward='hopper': it needs backward='two_pass'"),
     ({"single_pass": TILE}, "single_pass is Tile.*, but backward is 'two_pass'"),
 ]
 

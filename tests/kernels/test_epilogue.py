@@ -100,11 +100,11 @@ def test_launches_compile() -> None:
 @pytest.mark.parametrize(
     ("gpu", "sizes", "message"),
     [
-        (None, {}, "q is on cpu: dkdv_epilogue='descriptors' supports GPUs of compute capability 9.0 or higher"),
-        (assumed_gpu(80), {}, "q is on cpu, sm_80: dkdv_epilogue='descriptors' supports GPUs"),
-        (assumed_gpu(90), {"head_dim_v": 8}, "v has head dim 8: dkdv_epilogue='descriptors' supports powers of"),
-        (assumed_gpu(90), {"head_dim_v": 512}, "v has head dim 512: .* supports powers of two from 16 to 256"),
-        (assumed_gpu(90), {}, "d[v] has strides .*: dkdv_epilogue='descriptors' supports an address and positive"),
+        (None, {}, "q is on cpu: dkdv_epilogue='descriptors' supports only GPUs of compute capability 9.0 or higher"),
+        (assumed_gpu(80), {}, "q is on cpu, sm_80: dkdv_epilogue='descriptors' supports only GPUs"),
+        (assumed_gpu(90), {"head_dim_v": 8}, "v has head dim 8: dkdv_epilogue='descriptors' supports only powers of"),
+        (assumed_gpu(90), {"head_dim_v": 512}, "v has head dim 512: .* supports only powers of two from 16 to 256"),
+        (assumed_gpu(90), {}, "d[v] has strides .*: dkdv_epilogue='descriptors' supports only addresses"),
     ],
 )
 def test_unsuitable_inputs_of_descriptors_are_refused(

@@ -153,7 +153,7 @@ HEAD_DIM_256 = inputs(Sizes(head_dim=256))
         ({"accum": (torch.zeros(1, 40, 1, 16).half(), torch.zeros(1, 40, 1, 16))}, r"accum\[0\] is torch.float16"),
         (
             {"bounds": Bounds(None, None, None, scored.pattern(40, 40, 48))},
-            "config.single_pass has tiles of 16 x 32: they must divide the blocks of 48",
+            "config.single_pass has block_q=16 and block_k=32: .* block size, 48",
         ),
         (
             {"q": HEAD_DIM_256.q, "k": HEAD_DIM_256.k, "dq": torch.zeros(1, 40, 1, 256),

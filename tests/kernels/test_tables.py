@@ -70,7 +70,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"entries__0__kernel": "rm -rf /"}, "entries[0]: 'rm -rf /' is not one of forward, dq, dkdv"),
     ({"entries__0__mask": "causal"}, "entries[0]: 'causal' is not one of full, bounded"),
     ({"entries__0__length": 0}, "length are 128, 128, 4 and 0: they must be at least 1"),
-    ({"entries__0__tile": BIG}, "at least 524,288 bytes of shared memory: a block has 232,448"),
+    ({"entries__0__tile": BIG}, "at least 524,288 bytes of shared memory, but a block has only 232,448"),
     ({"entries__0__tile__block_q": 48}, "entries[0].tile: block_q is 48: it must be a power of two"),
     ({"entries__0__tile__block_q": 1024}, "tile.block_q and tile.block_k are 1024 and 64: they must be at most 512"),
     ({"entries__0__tile": ...}, "entries[0].tile is None"),
@@ -94,7 +94,7 @@ def test_data_that_violates_the_schema_is_refused() -> None:
 def test_broken_files_are_refused_with_their_path(tmp_path: Path) -> None:
     for name, content, message in (("a", "", "Expecting value"), ("b", "{}", "schema is None")):
         (path := tmp_path / name).write_text(content)
-        with pytest.raises(RefusedTable, match=f"^{re.escape(str(path))} is refused: {message}"):
+        with pytest.raises(RefusedTable, match=f"^{re.escape(str(path))} is rejected: {message}"):
             read_table(path)
 
 
@@ -198,7 +198,7 @@ def test_a_refused_table_warns_once_and_defaults_are_used(damage: str, folders: 
         "triton": "3.1",
     }  # NVIDIA-H200 gives the same file name, but is another GPU
     path.write_text("{" if damage == "broken" else json.dumps(data | {damage: wrong[damage]}))
-    with pytest.warns(UserWarning, match="is refused: .*The built-in tiles are used") as warned:
+    with pytest.warns(UserWarning, match="is rejected: .*Using the built-in tiles") as warned:
         assert found() is None
         assert found(99) is None
     assert len(warned) == 1 and str(path) in str(warned[0].message)

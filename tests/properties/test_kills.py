@@ -166,7 +166,7 @@ def check(kill: Kill, rank: int, killed: float, report: Told) -> None:
     assert report.when - killed <= kill.seconds
     assert re.match(rf"rank {rank}: ", report.text), report.text
     assert re.search(r"(forward|backward) hop \d+: .*\(.*\d+ bytes rank \d -> rank \d", report.text), report.text
-    finder = re.findall(r"Rank (\d) found: ", report.text)
+    finder = re.findall(r"Rank (\d) reported: ", report.text)
     reported = report.text.partition("Last reported: ")[2]
     for other in range(kill.world):
         if other != int(finder[-1] if finder else rank):

@@ -167,7 +167,7 @@ def check(case: Case, texts: dict[int, str]) -> None:
         beside = rank // 2 == row or rank % 2 == column
         named = {int(number) for number in re.findall(r"[Rr]ank (\d)", text)}
         assert case.victim in named if beside else named & (texts.keys() - {rank}), (rank, text)
-        for finder, word in re.findall(r"Rank (\d) found: rank (\d)", text):
+        for finder, word in re.findall(r"Rank (\d) reported: rank (\d)", text):
             assert finder == word, (rank, text)
 
 

@@ -176,7 +176,7 @@ DIFFERS = "ValueError: {} differs between ranks ("
         (backwards_in_another_order, DIFFERS.format("backward of call") + "rank 0: 6, rank 1: 5, rank 2: 6). ", None),
         (interrupted_before_the_call, "ValueError: rank 1 refused this call: KeyboardInterrupt", "KeyboardInterrupt"),
         (refusals_in_a_row, "ValueError: rank 1 refused this call: ValueError: causal is 'neither'", None),
-        (two_threads, "in use by a call of another thread", None),
+        (two_threads, "in use by a call in another thread", None),
         (checkpointed, "LookupError: right", None),
     ],
 )

@@ -29,7 +29,7 @@ rank 0  0 >    .      .
 rank 1  1 >    0 >    .
 rank 2  2      1      0
 
-dK/dV: N has those of shard N, > sends them on, ^ returns them to the owner,
+dK/dV: N holds dK/dV of shard N, > sends them on, ^ returns them to the owner,
 < receives them back, . nothing
         hop 0  hop 1  hop 2
 rank 0  0 <    .      .
@@ -58,7 +58,7 @@ node 1 rank 3  3 »    .      |  2 »      .      |  1      .
 node 2 rank 5  5      .      |  4        .      |  (0) >  3
 node 2 rank 2  2 »    .      |  1 »      .      |  (3) >  0
 
-dK/dV: N has those of shard N, > sends them on, ^ returns them to the root,
+dK/dV: N holds dK/dV of shard N, > sends them on, ^ returns them to the root,
 < receives them back, » sends them to the owner by rail, . nothing
                hop 0  hop 1  |  hop 2  hop 3  |  hop 4  hop 5
 node 0 rank 4  .      .      |  0 < »  3 ^    |  .      2 ^

@@ -268,7 +268,7 @@ def test_head_dims_of_every_gpu(
         if accepted:
             kernel.check(q, v, scores=PLAIN, block=None, config=None)
         else:
-            message = f"head dims {dims[0]} of q and k and {dims[1]} of v .*{arch[0]}.{arch[1]}.*THESE"
+            message = f"head dim {dims[0]} for q and k and {dims[1]} for v .*{arch[0]}.{arch[1]}.*THESE"
             with pytest.raises(ValueError, match=message):
                 kernel.check(q, v, scores=PLAIN, block=None, config=None)
 
@@ -280,7 +280,7 @@ def test_columns_of_an_lse_gradient_count_as_head_dim() -> None:
         narrow, wide = (torch.empty(1, 1, 1, dim, device="cuda") for dim in (62, 64))
         kernel.check(wide, wide, scores=PLAIN, block=None, config=None)
         kernel.check_dlse(narrow, narrow)
-        with pytest.raises(ValueError, match="64 of v with 2 more columns for the gradient through lse"):
+        with pytest.raises(ValueError, match="64 for v with 2 more columns for the gradient through lse"):
             kernel.check_dlse(wide, wide)
 
 
@@ -326,5 +326,5 @@ def test_many_rectangles_are_reported_once(caplog: pytest.LogCaptureFixture) -> 
         for _ in range(2):
             ring_attention(q, q, q, cu_seqlens=[*range(0, 65, 2)], backend=kernel)
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
-        "backend 'stand-in': a mask makes 32 rectangles in one hop, one kernel call each"
+        "backend 'stand-in': a mask splits a hop into 32 rectangles, each a kernel call"
     ]

@@ -175,10 +175,10 @@ def test_positions_become_few_spans(positions: list[int], spans: list[tuple[int,
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
-        (torch.tensor([0, 2, 2]), r"positions_per_rank\[1\] does not ascend"),
+        (torch.tensor([0, 2, 2]), r"positions_per_rank\[1\] is not in ascending order"),
         (torch.tensor([0, 2]), "position 0 on rank 0 and on rank 1"),
-        (torch.tensor([1.0]), r"positions_per_rank\[1\] is torch.float32 \[1\] on cpu"),
-        (torch.tensor([[1]]), r"positions_per_rank\[1\] is torch.int64 \[1, 1\]"),
+        (torch.tensor([1.0]), r"positions_per_rank\[1\] is torch.float32 of shape \[1\] on cpu"),
+        (torch.tensor([[1]]), r"positions_per_rank\[1\] is torch.int64 of shape \[1, 1\]"),
         ([1], r"positions_per_rank\[1\] is \[1\]: it must be an integer CPU tensor"),
     ],
 )

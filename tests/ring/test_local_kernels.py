@@ -126,7 +126,7 @@ FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
     ("kernel", "call", "text"),
     [
         (BARE, {"dtype": torch.float16}, "torch.float16: it supports torch.float32"),
-        (BARE, {"shape": (1, 8, 2, 12)}, r"head dim 12 of q and k: it supports range\(8, 65, 8\)"),
+        (BARE, {"shape": (1, 8, 2, 12)}, r"head dim 12 for q and k: it supports range\(8, 65, 8\)"),
         (BARE, {}, "does not support gradients"),
         (BARE, {"softcap": 1.0}, "does not support softcap"),
         (BARE, {"alibi_slopes": torch.ones(2)}, "alibi_slopes"),
@@ -134,7 +134,7 @@ FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
         (sdpa(), {"config": KernelConfig()}, "config"),
         (FULL_ONLY, {"causal": True}, "masks with an interval of keys per query row"),
         (FULL_ONLY, {"key_mask": torch.tensor([[True, False] * 8])}, "masks with an interval of keys per query row"),
-        (FULL_ONLY, {"seqused_k": [9]}, "different numbers of keys per batch row"),
+        (FULL_ONLY, {"seqused_k": [9]}, "different number of keys in each batch row"),
         (FULL_ONLY, {"block_mask": torch.ones(4, 4).tril().bool()}, "block-sparse"),
         (RectangleAttention("gpu", forward, supports=Supports(("cuda",))), {}, "q on cpu: it supports cuda"),
         ("unheard of", {}, "backend is 'unheard of': it must be one of auto, triton, flash, .*, aten, sdpa"),
@@ -232,14 +232,14 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
     for name in ("aten", "sdpa", "auto", "", 3):
         with pytest.raises(
             ValueError,
-            match=f"^name is {name!r}: it must be text other than the names in use, auto, triton, .*aten, sdpa",
+            match=f"^name is {name!r}: it must be a string other than auto, triton, .*aten, sdpa",
         ):
             register_backend(name, sdpa)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^factory is 3: it must be callable"):
         register_backend("three", 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^default_for is 'cpu', but backend='auto' already selects aten there"):
+    with pytest.raises(ValueError, match=r"^default_for is 'cpu', but backend='auto' already selects aten for it"):
         register_backend("mine", sdpa, default_for="cpu")
-    with pytest.raises(ValueError, match=r"^features has sofcap: it may have only bounds"):
+    with pytest.raises(ValueError, match=r"^features has sofcap: it may contain only bounds"):
         Supports(features=("sofcap",))
     with pytest.raises(ValueError, match=r"^features has softcap, which rectangles do not support"):
         RectangleAttention("mine", forward, supports=Supports(features=("softcap",)))

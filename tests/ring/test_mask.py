@@ -268,7 +268,7 @@ def test_spans_must_be_whole_blocks() -> None:
     for layout, message in (
         (
             Layout.uneven([3, 7]),
-            r"layout gives rank 0 the span \(0, 3, 1\): with block_mask every span must be a run of",
+            r"layout gives rank 0 the span \(0, 3, 1\): with block_mask every span must be a contiguous run of",
         ),
         (Layout([[(0, 4)], [(6, 4)]]), r"layout gives rank 1 the span \(6, 4, 1\)"),
         (Layout.striped(8, 2), r"layout gives rank 0 the span \(0, 4, 2\)"),

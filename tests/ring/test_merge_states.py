@@ -73,7 +73,7 @@ def test_merge_in_a_graph() -> None:
     [
         (torch.zeros(2, 1, 3, 2, 4), torch.zeros(2, 1, 2, 3), "outs is Tensor: it must be a list"),
         ([torch.zeros(1, 3, 2, 4)], None, "lses is NoneType: it must be a list"),
-        ([], [], r"outs has 0 tensors and lses has 0\. The numbers must be equal"),
+        ([], [], r"outs has 0 tensors and lses has 0\. "),
         ([torch.zeros(1, 3, 2, 4)], [], "outs has 1 tensors and lses has 0"),
         ([5], [torch.zeros(1, 2, 3)], r"outs\[0\] is int: it must be a torch.Tensor"),
         (

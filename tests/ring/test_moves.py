@@ -165,7 +165,7 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (
         relayout,
         {"source": Layout.uneven([5, 7]), "target": "zigzag"},
-        "x has 6 tokens along dim 1, but source gives rank",
+        "x has 6 tokens along dim 1, but source has",
     ),
     (relayout, {"source": "zigzag", "target": "zigzag", "dim": 3}, "^dim is 3, but x has 3 dimensions$"),
     (roll, {"shift": 1.5, "layout": "zigzag"}, "^shift is 1.5: it must be a whole number"),

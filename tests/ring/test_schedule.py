@@ -319,7 +319,7 @@ def test_refusals() -> None:
     rows: list[tuple[dict[str, Any], str]] = [
         (
             {"kv_layout": Layout.contiguous(8, 3)},
-            "kv_layout is made for 3 ranks and layout for 2: both must be the same",
+            "kv_layout is made for 3 ranks and layout for 2: the numbers must be equal",
         ),
         ({"direction": 0}, r"direction is 0: it must be 1 \(to the next rank\) or -1 \(to the previous rank\)"),
         ({"topology": Topology.grid(2, 2)}, "topology has 4 ranks, but layout is made for 2"),

@@ -75,13 +75,13 @@ def test_bad_arguments_of_shard_and_unshard_are_refused() -> None:
         (
             shard,
             {"layout": "zigzag", "dim": 0},
-            "layout is 'zigzag', which needs equal shards, but 2 ranks do not divide 3 tokens",
+            "layout is 'zigzag', which needs equal shards, but 2 does not divide the 3 tokens",
         ),
         (shard, {"layout": Layout.zigzag(12, 2)}, "x has 10 tokens along dim 1, but the layout is made for 12"),
         (
             unshard,
             {"layout": Layout.zigzag(10, 2), "grad": "slice"},
-            "x has 10 tokens along dim 1, but layout gives rank",
+            "x has 10 tokens along dim 1, but layout has",
         ),
     ]
 

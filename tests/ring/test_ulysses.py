@@ -172,7 +172,7 @@ def test_a_mesh_uses_the_ring_it_is_given() -> None:
         for wrong in (Ring(mesh.ulysses), Ring(group)):
             with pytest.raises(ValueError, match="ring has a different group from the mesh"):
                 attend(mesh, *leaves, ring=wrong)
-        with pytest.raises(ValueError, match="chunks of the ring is 3, but k has 2 heads"):
+        with pytest.raises(ValueError, match="chunks is 3: it must be at most 2"):
             attend(mesh, *leaves, ring=Ring(mesh.ring, chunks=3))
         return torch.equal(out, attend(mesh, *leaves))
 
@@ -182,8 +182,8 @@ def test_a_mesh_uses_the_ring_it_is_given() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "message"),
     [
-        (6, 6, r"4 ranks in the Ulysses dimension, .* 6 heads of q and 6 of k .* may have 1, 2, 3, 6 ranks\.$"),
-        (12, 3, r"12 heads of q and 3 of k .* may have 1, 3, 6, 12 ranks\.$"),
+        (6, 6, r"4 ranks in the Ulysses dimension, .* 6 heads of q and 6 of k .* can have 1, 2, 3, 6 ranks\.$"),
+        (12, 3, r"12 heads of q and 3 of k .* can have 1, 3, 6, 12 ranks\.$"),
         (4, 8, "k has 8 heads and q has 4"),
     ],
 )
@@ -225,7 +225,7 @@ def test_too_many_chunks_are_refused_before_the_exchange(monkeypatch: pytest.Mon
         mesh = group.mesh(1, 2)
         with (
             Ring(mesh.ring, chunks=3) as ring,
-            pytest.raises(ValueError, match="chunks of the ring is 3, but k has 2 heads"),
+            pytest.raises(ValueError, match="chunks is 3: it must be at most 2"),
         ):
             attend(mesh, *qkv(group, 4, 4), ring=ring)
 

@@ -145,7 +145,7 @@ def test_fragmented_shards_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("spans", [[[(0, 4)], [(8, 8)]], [[(0, 8)], [(8, 4)]]])
 def test_a_part_of_a_block_is_refused_on_any_rank(spans: list[list[tuple[int, int]]]) -> None:
     mask = Mask(blocks=BlockMask(torch.ones(3, 3, dtype=torch.bool), 8))
-    with pytest.raises(ValueError, match="with block_mask every span must be a run of whole blocks of 8"):
+    with pytest.raises(ValueError, match="with block_mask every span must be a contiguous run of whole blocks of 8"):
         active_shards(Layout([*spans, [(16, 8)]]), mask, Layout.contiguous(24, 3))
-    with pytest.raises(ValueError, match="with block_mask every span must be a run of whole blocks of 8"):
+    with pytest.raises(ValueError, match="with block_mask every span must be a contiguous run of whole blocks of 8"):
         active_shards(Layout([[(16, 8)], *spans]), mask, Layout.contiguous(24, 3))

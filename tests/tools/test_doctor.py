@@ -284,7 +284,7 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_assembler([{**HEALTHY, "assembler": [90, [13, 1, 80]]}]), OK, "ptxas 13.1.80 for sm_90"),
     (machine.check_libraries([HEALTHY, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
     (machine.check_libraries([NO_NCCL], on_gpu=False), SKIPPED, "none is loaded: nothing on a CPU loads it"),
-    (machine.check_cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "no transport nccl: rank 1: no CuPy"),
+    (machine.check_cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "cannot use NCCL: rank 1: no CuPy"),
     (machine.check_c_compiler([{**HEALTHY, "c_compiler": "/bin/gcc"}], on_gpu=True), OK, "/bin/gcc"),
     (machine.check_c_compiler([{**HEALTHY, "c_compiler": ""}], on_gpu=False), SKIPPED, "on a GPU"),
     (
@@ -295,9 +295,9 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_gpus([hgx("a")[0]] * 2 + hgx("a")[1:2], on_gpu=True), OK, "; ranks 0 and 1 share one"),
     (machine.check_gpus(unknown_gpu(UNKNOWN), on_gpu=True), FAIL, f"rank 1: {UNKNOWN}"),
     (machine.check_gpus(unknown_gpu("no pynvml"), on_gpu=True), SKIPPED, "rank 1: no pynvml"),
-    (machine.check_links(hgx("a") + hgx("b")), OK, "56 pairs by NVLink 4 x18 switch; PCIe slots of 64 GB/s nominal"),
+    (machine.check_links(hgx("a") + hgx("b")), OK, "56 pairs over NVLink 4 x18 switch; PCIe slots of 64 GB/s nominal"),
     (machine.check_nics(cpus("a", 2)), SKIPPED, "/sys shows none"),
-    (machine.check_nics(hgx("a") + hgx("b", adapters=2)), OK, "; 2 kinds of hosts differ in their NICs"),
+    (machine.check_nics(hgx("a") + hgx("b", adapters=2)), OK, "; hosts have 2 different sets of NICs"),
     (
         machine.check_settings([HEALTHY, {**HEALTHY, "settings": {"NCCL_ALGO": "Ring"}}, HEALTHY]), OK,
         "NCCL_ALGO=ranks 0 and 2: unset; rank 1: Ring; " + machine.ORDER_HINT,
@@ -377,7 +377,7 @@ def test_versions_of_cuda_and_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(nvml, "driver_version", lambda: "580.1")
     versions = machine.collect_facts()["versions"]
-    assert (versions["CUDA of torch"], versions["driver"]) == ("13.0", "580.1")
+    assert (versions["torch's CUDA"], versions["driver"]) == ("13.0", "580.1")
 
 
 def test_texts_of_findings() -> None:

@@ -131,9 +131,9 @@ def tiles_of(config: ExportConfig) -> Tiles:
     ({}, "forward", Tile(64, 64, 4, 2), AT_8192),  # the longest point with the largest group
     ({}, "dq", None, NEVER),  # an estimate is not a default
     ({"gpu": None}, "forward", None, NEVER),
-    ({"bounded": True}, "forward", None, "is for forward_kernel='hopper', which is not exported"),
+    ({"bounded": True}, "forward", None, "is for forward_kernel='hopper', not exported"),
     ({"bounded": True, "forward_kernel": "hopper"}, "forward", HOPPER, AT_8192),
-    ({"forward_kernel": "hopper"}, "forward", None, "is for forward_kernel='portable', which is not exported"),
+    ({"forward_kernel": "hopper"}, "forward", None, "is for forward_kernel='portable', not exported"),
     ({"backward": "single_pass"}, "gradients", Tile(32, 128, 4, 1), AT_8192),
     ({"backward": "hopper"}, "gradients", hopper_backward_launch.default_backward_tile(128), NEVER),  # not in a table
     ({"backward": "single_pass", "head_dim": 192, "head_dim_v": 192}, "gradients", Tile(16, 32, 8, 1), AT_8192),
@@ -200,13 +200,13 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
     ("", "TRITON_INTERPRET is set"),
     ("--forward-kernel fast", "forward_kernel is fast: it must be one of portable, hopper"),
     ("--backward one", "single_pass_deterministic, hopper"),
-    ("--arch 80 --forward-kernel hopper", "supports GPUs of compute capability 9.0"),
-    ("--forward-kernel hopper --head-dim 96", "supports 64, 128, 256"),
+    ("--arch 80 --forward-kernel hopper", "supports only GPUs of compute capability 9.0"),
+    ("--forward-kernel hopper --head-dim 96", "only head dim 64 or 128 or 256"),
     ("--backward hopper --no-grouped", "grouped is False: with backward='hopper' it must be True"),
-    ("--backward single_pass --head-dim 192", "no tile of a single-pass backward fits sm_90. "),
+    ("--backward single_pass --head-dim 192", "no tile for a single-pass backward fits sm_90. "),
     ("--gpu x --config-dir /nowhere", "config_dir is '/nowhere': there is no such folder. `ringattn tune"),
-    ("--config-dir .", "--config-dir is given without --gpu"),
-    ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton; "),
+    ("--config-dir .", "--config-dir has no effect without --gpu"),
+    ("--gpu NVIDIA-H100", "there is no table for NVIDIA-H100, sm_90"),
 ])  # fmt: skip
 def test_unsupported_exports(arguments: str, expected: str, tmp_path: Path, folders: tuple[Path, Path]) -> None:
     flags = ["--arch", "sm_90", *arguments.split(), "--out-dir", str(tmp_path / "out")]

@@ -268,25 +268,25 @@ def test_each_hop_number_has_one_character() -> None:
 
 @pytest.mark.parametrize(("flags", "message"), [
     ("--seqlen 100g --world 100000", "107,374,182,400 tokens over 100,000 ranks are too many"),
-    ("--seqlen 1g --world 1", "1 ranks are too many: they need 107 GB of at most 5.00 GB"),
+    ("--seqlen 1g --world 1", "1 ranks are too many: they need 107 GB, and the limits are 5.00 GB"),
     ("--world 32k", "8,192 tokens over 32,768 ranks are too many: they need 161"),
     ("--seqlen 1m --world 2k", "1,048,576 tokens over 2,048 ranks are too many"),
     ("--world 2k --json -", "over 2,048 ranks are too many: they need 18.9 GB"),
-    ("--lengths 1k --world 2", "--world and --lengths are both given: pass one of them"),
+    ("--lengths 1k --world 2", "--world and --lengths cannot be used together"),
     ("--direction 3", "direction is 3: it must be 1"),
     ("--world 8 --nodes 3", "nodes is 3: it must divide 8 ranks into equal nodes of at least 2"),
     ("--world 4 --nodes 4", "nodes is 4: it must divide 4 ranks into equal nodes of at least 2"),
     ("--seqlen 0", "--seqlen or --lengths gives 0 tokens; pass at least 1"),
-    ("--block-mask strided,block=4", "'--block-mask': 'strided,block=4' has other parameters than strided takes"),
-    ("--layout spiral", "'--layout': got 'spiral': it must be contiguous"),
+    ("--block-mask strided,block=4", "'--block-mask': 'strided,block=4' has the wrong parameters for strided"),
+    ("--layout spiral", "'--layout': 'spiral' is not valid: it must be contiguous"),
     ("--layout none.json", "--layout is none.json: No such file"),
     ("--mask none.json", "--mask is none.json: No such file"),
-    ("--layout none.json --world 4", "--world and --layout are both given"),
+    ("--layout none.json --world 4", "--world and --layout cannot be used together"),
     ("--seqlen 1m --block-mask strided,block=1,stride=4", "over 4 ranks in blocks of 1 are too many"),
     ("--per-document", "--per-document needs --documents or --cu-seqlens"),
     ("--packed", "--packed needs --documents or --cu-seqlens"),
     ("--packed --world 8 --nodes 3 --documents 1k", "nodes is 3: it must divide 8 ranks into equal nodes"),
-    ("--out x.gif", "x.gif is not a figure's name: it must end with one of .png, .svg, .pdf"),
+    ("--out x.gif", "x.gif is not a valid figure name: it must end with one of .png, .svg, .pdf"),
 ])  # fmt: skip
 def test_refusals(flags: str, message: str) -> None:
     result = CliRunner().invoke(cli.app, ["show", *flags.split()])

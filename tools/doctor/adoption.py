@@ -81,7 +81,7 @@ def check_adopted(ranks: DoctorRanks) -> str:
     def describe() -> str:
         gpu = gpu_specs(ranks.device)
         if gpu is None:
-            raise CheckSkippedError("only GPUs adopt kernels")
+            raise CheckSkippedError("only GPUs can adopt kernels")
         adoption = find_adoption(gpu)
         if adoption.is_refused:
             raise CheckFailedError(adoption.problem)

@@ -110,7 +110,7 @@ def doctor(
                     examine_here(dist.group.WORLD, alone=False)
             except Exception as error:
                 todo = "check MASTER_ADDR and MASTER_PORT, and the firewall"
-                record(Finding("the ranks meet", FAIL, error_text(error), todo))
+                record(Finding("rendezvous", FAIL, error_text(error), todo))
     ring = rings[0].to_json() if rings and rings[0] is not None else None
     about = provenance(device) | {"device": str(device), "ring": ring}
     notes = closing_lines(findings)

@@ -64,7 +64,7 @@ def collect_facts() -> ProcessFacts:
         "torch": str(torch.__version__),
         "triton": str(triton.__version__),
         "CuPy": getattr(sys.modules.get("cupy"), "__version__", None),
-        "CUDA of torch": torch.version.cuda,
+        "torch's CUDA": torch.version.cuda,
         "driver": driver,
         "Python": platform.python_version(),
     }
@@ -156,14 +156,14 @@ def check_cupy(everyone: Sequence[ProcessFacts]) -> Finding:
     """Check that CuPy can use NCCL."""
     missing = [rank_facts["no_nccl"] for rank_facts in everyone]
     if any(missing):
-        return Finding("CuPy", SKIPPED, f"no transport nccl: {text_by_rank(missing)}")
+        return Finding("CuPy", SKIPPED, f"cannot use NCCL: {text_by_rank(missing)}")
     return Finding("CuPy", OK, "can use NCCL")
 
 
 def check_c_compiler(everyone: Sequence[ProcessFacts], *, on_gpu: bool) -> Finding:
     """Check that Triton finds a C compiler; without one the first launch of a kernel fails."""
     if not on_gpu:
-        return Finding("C compiler", SKIPPED, "only launches on a GPU need one")
+        return Finding("C compiler", SKIPPED, "needed only for launches on a GPU")
     paths = [rank_facts["c_compiler"] for rank_facts in everyone]
     if all(paths):
         return Finding("C compiler", OK, text_by_rank(paths))
@@ -179,7 +179,7 @@ def check_gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
     if unknown:
         if not any("NVML does not know" in reason for reason in unknown):
             return Finding("GPUs", SKIPPED, unknown[0])
-        todo = "run nvidia-smi -L: the container shows NVML other GPUs than torch, or the driver was replaced"
+        todo = "run nvidia-smi -L: the container shows NVML and torch different GPUs, or the driver was replaced"
         return Finding("GPUs", FAIL, unknown[0], todo)
     sharing: dict[tuple[str, str | None], list[int]] = {}
     for rank, device in enumerate(devices):
@@ -192,7 +192,7 @@ def check_gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
 def check_links(devices: Sequence[DeviceInfo]) -> Finding:
     """Report NVLink and PCIe inside the hosts, from NVML and /sys."""
     slots = sorted({device.pcie_gigabytes for device in devices if device.pcie_gigabytes is not None})
-    texts = [f"{count} pairs by {text}" for text, count in pairs_by_link(devices).items()]
+    texts = [f"{count} pairs over {text}" for text, count in pairs_by_link(devices).items()]
     texts += [f"PCIe slots of {', '.join(f'{slot:g}' for slot in slots)} GB/s nominal"] if slots else []
     if texts:
         return Finding("NVLink, PCIe", OK, "; ".join(texts))
@@ -208,7 +208,7 @@ def check_nics(devices: Sequence[DeviceInfo]) -> Finding:
     if texts == {""}:
         return Finding("NICs", SKIPPED, "/sys shows none; a container may hide them")
     return Finding(
-        "NICs", OK, min(texts) + (f"; {len(texts)} kinds of hosts differ in their NICs" if len(texts) > 1 else "")
+        "NICs", OK, min(texts) + (f"; hosts have {len(texts)} different sets of NICs" if len(texts) > 1 else "")
     )
 
 

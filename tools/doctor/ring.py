@@ -38,7 +38,7 @@ LINKS_HINT = (
 RETRY_HINT = "a rank stopped answering: read its output above, or run with fewer ranks to find its host"
 REPORT_HINT = (
     "the bytes arrive but the result is wrong: run `ringattn bench suite` to find the kernel, and please report the "
-    "problem with the file of --json"
+    "problem with the file that --json writes"
 )
 
 

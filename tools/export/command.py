@@ -63,14 +63,12 @@ def main(
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="GPU whose tuned tiles to use, such as 'NVIDIA H200'; default: built-in tiles."
+            metavar="NAME", help="Use the tiles tuned for this GPU, such as 'NVIDIA H200'; default: built-in tiles."
         ),
     ] = None,
     config_dir: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Folder of the table from `ringattn tune`; default: the one that launches use."
-        ),
+        typer.Option(metavar="DIR", help="Folder of the table written by `ringattn tune`; default: as for launches."),
     ] = None,
     out_dir: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("ringattn-export"),
     json: Json = None,

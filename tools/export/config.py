@@ -88,7 +88,7 @@ def chosen_tiles(config: ExportConfig) -> Tiles:
         tables = find_tables(assumed_gpu(config.arch, config.gpu), resolve_config_dir(config.config_dir))
         if not tables:
             raise ValueError(
-                f"there is no table of {config.gpu}, sm_{config.arch}, for this version of Triton; create it with "
+                f"there is no table for {config.gpu}, sm_{config.arch}, and this version of Triton; create one with "
                 "`ringattn tune --save-dir DIR` and pass --config-dir DIR"
             )
     tiles: Tiles = {"delta": (Tile(DELTA_BLOCK, DELTA_BLOCK, 4, 1), "fixed")}
@@ -122,7 +122,7 @@ def _tuned(table: Table, config: ExportConfig, kernel: str) -> tuple[Tile, str] 
     if not options:
         return entry.tile, origin
     text = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    return _built_in(config, kernel), f"{BUILTIN_TILE_NOTE}; the {origin}, is for {text}, which is not exported"
+    return _built_in(config, kernel), f"{BUILTIN_TILE_NOTE}; the tuned tile ({origin}) is for {text}, not exported"
 
 
 def _built_in(config: ExportConfig, kernel: str) -> Tile:
@@ -136,7 +136,7 @@ def _built_in(config: ExportConfig, kernel: str) -> Tile:
         return hopper_tile(head_dim)
     if (tile := builtin_tile(kernel, config.arch, config.dtype, head_dim)) is None:
         raise ValueError(
-            f"head dim {head_dim}: no tile of a single-pass backward fits sm_{config.arch}. "
+            f"head dim {head_dim}: no tile for a single-pass backward fits sm_{config.arch}. "
             "backward='two_pass' supports all head dims"
         )
     return tile
