@@ -126,7 +126,7 @@ def test_log_probabilities_of_each_sequence(world: int, layout: str, grad: str) 
     tokens = torch.randint(VOCABULARY, (tree.tokens,))
 
     def loss(paths: list[Tensor]) -> Tensor:
-        return torch.stack([(path.sum() + len(path)) ** 2 for path in paths]).sum()
+        return torch.stack([(path @ torch.arange(1.0, len(path) + 1)) ** 2 for path in paths]).sum()
 
     def on_rank(group: Any) -> tuple[Tensor, Tensor]:
         logits = layout_.shard(whole, group.rank(), 0).detach().requires_grad_()

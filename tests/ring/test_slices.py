@@ -199,5 +199,9 @@ def test_masks_that_are_refused(name: str) -> None:
         slices(by_row(REFUSED[name], LONGER), LONGER)
 
 
-def test_the_zoo_has_29_masks() -> None:
+def test_the_zoo_has_29_masks_with_few_intervals() -> None:
     assert (len(ZOO), len(REFUSED)) == (26, 3)
+    lists = {name: call["intervals"] for name, (call, _) in ZOO.items() if "intervals" in call}
+    counts = sorted(1 if isinstance(made, list) else len(made.table) for made in lists.values())
+    assert counts == [1, 1, 2, 2, 2, 3, 3, 4, 4, 8]
+    assert len(slices([((0, 8), (0, 3), "full"), ((0, 8), (3, 8), "full")], 8).table) == 1
