@@ -166,12 +166,11 @@ def shared_ring_settings(
 
 def candidate_settings(point: RingPoint, device: str) -> list[RingSetting]:
     """Return the settings to try on a ``cuda`` or ``cpu`` device, the default first."""
-    chunks = [count for count in CHUNKS if count <= point.kv_heads]
     gpu_transports = [entry for entry in transports() if device == "cuda" and entry.devices == ("cuda",)]
     channels_by_name = {entry.name: CHANNELS if "channels" in entry.limits else (None,) for entry in gpu_transports}
     others = [
         RingSetting(transport, count, channels)
-        for transport, count in product(channels_by_name or [AUTO], chunks)
+        for transport, count in product(channels_by_name or [AUTO], CHUNKS)
         for channels in channels_by_name.get(transport, (None,))
     ]
     return [*dict.fromkeys([DEFAULT, *others])]

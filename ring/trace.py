@@ -66,6 +66,10 @@ def slot_trace(
     The two slots of a two-level ring that return dK/dV between nodes are left out. ``computed`` maps hops to the times
     of their compute.
     """
+    for run in plan.runs:
+        yield from slot_trace(phase, run, [post for post in posts if plan.run(post.key.chunk) is run], computed)
+    if plan.runs:
+        return
     kv = [post for post in posts if post.key.kind in KV_KINDS]
     dkv = [post for post in posts if post.key.kind is TransferKind.DKV]
     for hop in plan.hops:
@@ -287,7 +291,9 @@ class Trace:
         phase, plan = self._plans[post.call]
         done = self._done(post)
         sizes = (done.sent, done.received)
-        for kind, name, nbytes in zip(("send", "receive"), transfer_names(plan, post.key), sizes, strict=True):
+        for kind, name, nbytes in zip(
+            ("send", "receive"), transfer_names(plan.run(post.key.chunk), post.key), sizes, strict=True
+        ):
             if nbytes:
                 yield TraceSpan(phase, kind, post.key.hop, done.begin, done.end, name, nbytes)
 

@@ -10,6 +10,7 @@ import torch
 
 from ...comm.topology.topology import Topology
 from ...kernels import FULL, Bounds
+from ...ring.buffers import chunk_runs
 from ...ring.ring import check_slots
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import Mask
@@ -59,9 +60,19 @@ class PredictedCall:
         if self.world % self.nodes:
             fits = ", ".join(str(n) for n in range(1, self.world + 1) if self.world % n == 0)
             raise ValueError(f"nodes is {self.nodes}: it must divide the {self.world} GPUs, so one of {fits}")
-        if not 1 <= self.chunks <= self.kv_heads:
-            raise ValueError(f"chunks is {self.chunks}: it must be between 1 and kv_heads, {self.kv_heads}")
+        if self.chunks < 1:
+            raise ValueError(f"chunks is {self.chunks}: it must be at least 1")
         check_slots(self.slots, None, self.hops_per_turn)  # raise as Ring does
+
+    @property
+    def runs(self) -> int:
+        """Runs of tokens that each shard is cut into."""
+        return chunk_runs(self.chunks, self.kv_heads)
+
+    @property
+    def head_groups(self) -> int:
+        """Groups of heads, each computed by its own launches."""
+        return self.chunks // self.runs
 
     @property
     def per_node(self) -> int:
@@ -120,8 +131,8 @@ class PredictedCall:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # thousands of short searches: several threads would be slower
         try:
-            call = self.token_layout, self.mask
-            return [plan(*call, rank, 1, CPU, self.topology, self.slots) for rank in range(self.world)]
+            call, runs = (self.token_layout, self.mask), self.runs
+            return [plan(*call, rank, 1, CPU, self.topology, self.slots, runs=runs) for rank in range(self.world)]
         finally:
             torch.set_num_threads(threads)
 
@@ -193,14 +204,14 @@ class PredictedCall:
     def memory(self, *, backward: bool = True) -> dict[str, int]:
         """Return the bytes of a rank by purpose, at the peak of a forward with or without a backward."""
         parts = ring_parts(self.config, self.ring_form, backward=backward)
-        if not backward and self.chunks > 1:
+        if not backward and self.head_groups > 1:
             parts["out of the chunks"] = self.batch * self.tokens * self.heads * self.head_dim * self.itemsize
         return parts
 
     @property
     def is_plain(self) -> bool:
-        """True for equal shards (zigzag: of even length) and a full or causal mask."""
-        plain = self.mask == Mask(causal=self.mask.causal)
+        """True for equal shards (zigzag: of even length), not cut along tokens, and a full or causal mask."""
+        plain = self.mask == Mask(causal=self.mask.causal) and self.runs == 1
         return plain and self.layout in EQUAL_SHARDS and (self.layout != "zigzag" or self.tokens % 2 == 0)
 
 

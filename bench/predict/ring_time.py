@@ -210,14 +210,10 @@ def _plain_price(call: PredictedCall, speed: Speed, tokens: Any) -> Callable[[Pl
 
 
 def _price(call: PredictedCall, speed: Speed) -> Callable[[Plan, Op], Seconds]:
-    """Return a function for the seconds of a launch of any ring, with the areas of the plan's bounds."""
+    """Return a function for the seconds of a launch of any ring, with the areas of its bounds."""
 
     def price(plan: Plan, op: Op) -> Seconds:
-        rows = call.token_layout.lengths[plan.rank]
-        hop_masks, keys = plan.hop_masks[op.hop], plan.lengths[op.hop] if op.hop else rows
-        area = Area(0, rows, keys, 0, 0)
-        if hop_masks:
-            area = _area(hop_masks[min(op.part, len(hop_masks) - 1)].bounds, rows, keys)
+        area = _area(op.bounds, call.token_layout.lengths[plan.rank], op.keys)
         return float(speed.seconds(op.what, area, call, hop=op.hop))
 
     return price
