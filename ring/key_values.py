@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 import torch
@@ -37,6 +38,9 @@ class KeyValues(RingBuffer):
         self._own = (k, v)
         encoded = self._wire is not None or call.kv_slots.windows is not None
         self._own_slot = call.plan.kv_slots if encoded else None
+        by_chunk = zip(*(chunk.plan.kv_posts(call.prefetch) for chunk in call.chunks), strict=True)
+        pairs = partial(zip, call.chunks, strict=True)
+        self._posts = [[*chain.from_iterable(map(pairs, zip(*posts, strict=True)))] for posts in by_chunk]
         self._sent_keys: dict[int, Arrival] = {}  # per chunk: the part of the own pair that is sent, encoded
         self._arrivals: dict[tuple[int, int], Arrival] = {}
 
@@ -46,10 +50,7 @@ class KeyValues(RingBuffer):
         Each group receives K/V of a later hop and passes on K/V of an earlier one. ``kind`` is ``KV`` if the groups are
         posted at the beginning of the hop, and ``PREFETCH`` if they are posted behind its dK/dV.
         """
-        chunks, prefetch = self.call.chunks, self.call.prefetch
-        posts = zip(*(chunk.plan.kv_posts(prefetch)[hop.index] for chunk in chunks), strict=True)
-        for chunk, post in chain.from_iterable(zip(chunks, each, strict=True) for each in posts):
-            coming, leaving, to, by_rail, waits = post
+        for chunk, (coming, leaving, to, by_rail, waits) in self._posts[hop.index]:
             after: list[Fence] = []
             sends, sent_slot = NO_PAYLOAD, None
             if to is not None:

@@ -44,9 +44,9 @@ def forward(call: RingCall, backends: Sequence[LocalForward], k: torch.Tensor, v
         v: this rank's values ``[B, Sk, Hkv, Dv]``.
     """
     kv = KeyValues(call, k, v)
-    for step in call.plan.hops:
+    for step, chunks in zip(call.plan.hops, split_hops(call, backends), strict=True):
         kv.post_kv(step)
-        for chunk, hop, backend in split_hop(call, step, backends):
+        for chunk, hop, backend in chunks:
             hop_masks = chunk.plan.hop_masks[hop.index]
             if not hop_masks:
                 continue
@@ -79,35 +79,36 @@ def backward(
         dkdv: receives the gradients of ``k`` and ``v``.
     """
     kv, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
-    posts_ahead = call.prefetch > 1
+    chunks, posts_ahead = split_hops(call, backends), call.prefetch > 1
     for first, *remote_hops in call.plan.outer_steps:
         kv.post_kv(first)
-        for chunk, root, backend in split_hop(call, first, backends):
+        for chunk, root, backend in chunks[first.index]:
             compute_dq(call, kv, backend, root, chunk)
         for step in remote_hops:
             if not posts_ahead:
                 kv.post_kv(step)
-            for chunk, hop, backend in split_hop(call, step, backends):
+            for chunk, hop, backend in chunks[step.index]:
                 compute_dkdv(call, kv, dkv, backend, hop, chunk)
                 dkv.post(hop, chunk)
                 if posts_ahead and chunk is call.chunks[-1]:
                     kv.post_kv(step, TransferKind.PREFETCH)
                 compute_dq(call, kv, backend, hop, chunk)
         if call.plan.two_level:
-            for chunk, root, backend in split_hop(call, first, backends):
+            for chunk, root, backend in chunks[first.index]:
                 dkv.add_returned(chunk)
                 if root.index:
                     compute_dkdv(call, kv, dkv, backend, root, chunk)
                     dkv.send_return(root, chunk)
-    for chunk, own, backend in split_hop(call, call.plan.hops[0], backends):
+    for chunk, own, backend in chunks[0]:
         compute_own_dkdv(call, kv, dkv, backend, own, chunk, tuple(map(chunk.own, dkdv)))
     call.wait_all()
 
 
-def split_hop(call: RingCall, step: Hop, backends: Sequence[Backend]) -> Iterator[tuple[Chunk, Hop, Backend]]:
-    """Yield each chunk with its hop of the same index as ``step`` and the backend of its heads."""
-    for chunk in call.chunks:
-        yield chunk, chunk.plan.hops[step.index], backends[chunk.heads.number]
+def split_hops(call: RingCall, backends: Sequence[Backend]) -> list[tuple[tuple[Chunk, Hop, Backend], ...]]:
+    """Return for each hop its chunks, each with the hop of its own plan and the backend of its heads."""
+    hops = zip(*(chunk.plan.hops for chunk in call.chunks), strict=True)
+    by_chunk = [backends[chunk.heads.number] for chunk in call.chunks]
+    return [tuple(zip(call.chunks, same_hop, by_chunk, strict=True)) for same_hop in hops]
 
 
 def wait_kv(call: RingCall, kv: KeyValues, hop: Hop, chunk: Chunk) -> Pair:

@@ -412,7 +412,9 @@ class Ring:
     def _choose_chunks(self, kind: Hashable, is_single_pass: bool) -> int:
         """Return the number of chunks of a call with gradients. One round trip for the first call of a ``kind``."""
         if self.chunks is None and kind not in self._default_chunks:
-            self._default_chunks[kind] = 1 + any(self._gather(is_single_pass, "the kind of the backward"))
+            self._default_chunks[kind] = 1 + (
+                self.size > 1 and any(self._gather(is_single_pass, "the kind of the backward"))
+            )
         return self.chunks or self._default_chunks[kind]
 
     def telemetry(self) -> tuple[Report, ...]:

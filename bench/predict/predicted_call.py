@@ -124,9 +124,10 @@ class PredictedCall:
         return layout
 
     def plans(self) -> list[Plan]:
-        """Return the plan of every rank; those of plain calls have no bounds, because these take long to compute."""
+        """Return the plan of every rank; those of most plain calls have no bounds, which take long to compute."""
         ring_schedule = schedule(self.token_layout, self.mask, topology=self.topology, slots=self.slots)
-        if self.is_plain and {*ring_schedule.lengths} == {self.tokens}:  # few contiguous shards: not all keys are sent
+        # few contiguous shards: not all keys are sent
+        if self.is_plain and self.runs == 1 and {*ring_schedule.lengths} == {self.tokens}:
             return [self._plain_plan(ring_schedule, rank) for rank in range(self.world)]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # thousands of short searches: several threads would be slower
@@ -210,8 +211,8 @@ class PredictedCall:
 
     @property
     def is_plain(self) -> bool:
-        """True for equal shards (zigzag: of even length), not cut along tokens, and a full or causal mask."""
-        plain = self.mask == Mask(causal=self.mask.causal) and self.runs == 1
+        """True for equal shards (zigzag: of even length) and a full or causal mask."""
+        plain = self.mask == Mask(causal=self.mask.causal)
         return plain and self.layout in EQUAL_SHARDS and (self.layout != "zigzag" or self.tokens % 2 == 0)
 
 

@@ -186,7 +186,7 @@ class Schedule:
     @property
     def early_slot(self) -> int:
         """Slot of dK/dV that return to their root while the rotating slots still serve other shards."""
-        return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
+        return DKV_SLOTS + (RAIL_SLOTS if len(self.outer_steps) > 1 else 0)
 
     def node_sees(self, shard: int, outer: int) -> bool:
         """Return True if a rank of the node that ``shard`` visits in outer step ``outer`` computes with the shard."""
