@@ -86,11 +86,6 @@ class Chunk(NamedTuple):
     heads: Heads
     plan: Plan  # of the run of tokens
 
-    @property
-    def own_hop(self) -> Hop:
-        """The hop of this rank's own shard."""
-        return self.plan.hops[0]
-
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """Return the chunk of this rank's own shard from its keys, values or their gradients."""
         return x[:, self.plan.own_keys, self.heads.kv]

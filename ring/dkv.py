@@ -95,17 +95,17 @@ class DkvAccumulators(RingBuffer):
             # protects the slot until its last content is added to the total
             after += self.free(RETURN_RECV_SLOT, chunk)
         key = PostKey(self.call.phase, root.index + chunk.plan.inner - 1, TransferKind.RETURN, 0, chunk.number)
-        receives = self.slot_payload(root.return_from, RETURN_RECV_SLOT, chunk.own_hop, chunk)
+        receives = self.slot_payload(root.return_from, RETURN_RECV_SLOT, chunk.plan.hops[0], chunk)
         fence = self.call.post(INTER_NODE, key, sends, receives, after)
         self.busy(None if root.return_to is None else RETURN_SEND_SLOT, chunk, fence)
         if root.return_from is not None:
             self.busy(RETURN_RECV_SLOT, chunk, fence)
-            self._by_rail[chunk.number] = Arrival(fence, self.buffers(RETURN_RECV_SLOT, chunk.own_hop, chunk))
+            self._by_rail[chunk.number] = Arrival(fence, self.buffers(RETURN_RECV_SLOT, chunk.plan.hops[0], chunk))
 
     def returned_total(self, chunk: Chunk) -> Callable[[], Tensors] | None:
         """Return a function that returns the dK/dV of the own shard from other ranks; None if there are none so far."""
-        if _is_plain(chunk):
-            return self.incoming_dkv(chunk.own_hop, chunk)
+        if chunk.plan.returns_once:
+            return self.incoming_dkv(chunk.plan.hops[0], chunk)
         return (lambda: self._totals[chunk.number]) if chunk.number in self._totals else None
 
     def add_returned(self, chunk: Chunk) -> None:
@@ -113,9 +113,9 @@ class DkvAccumulators(RingBuffer):
         slot: int | None = RETURN_RECV_SLOT
         arrival = self._by_rail.pop(chunk.number, None)
         if arrival is None:
-            slot, arrival = chunk.own_hop.dkv_slot, self._arrivals.pop((0, chunk.number), None)
+            slot, arrival = chunk.plan.hops[0].dkv_slot, self._arrivals.pop((0, chunk.number), None)
         if arrival is not None:
-            self._add(self._read(arrival, chunk.own_hop, chunk), chunk)
+            self._add(self._read(arrival, chunk.plan.hops[0], chunk), chunk)
             self.mark_computed(slot, chunk)
 
     def own_accumulator(self, chunk: Chunk, dkdv: Tensors) -> Tensors:
@@ -123,7 +123,7 @@ class DkvAccumulators(RingBuffer):
 
         These are the gradients ``dkdv``, or a separate fp32 total if more dK/dV return later and ``dkdv`` is not fp32.
         """
-        if _is_plain(chunk):
+        if chunk.plan.returns_once:
             return dkdv
         if chunk.number not in self._totals:
             exact = all(x.dtype == torch.float32 for x in dkdv)
@@ -135,8 +135,8 @@ class DkvAccumulators(RingBuffer):
 
         In a flat ring that sends all keys the kernels have already written ``dkdv``. Then only the slot is marked.
         """
-        if _is_plain(chunk):
-            self.mark_computed(chunk.own_hop.dkv_slot, chunk)
+        if chunk.plan.returns_once:
+            self.mark_computed(chunk.plan.hops[0].dkv_slot, chunk)
             return
         self.add_returned(chunk)
         for target, total in zip(dkdv, self._totals[chunk.number], strict=True):
@@ -170,8 +170,3 @@ class DkvAccumulators(RingBuffer):
         slot = RETURN_SEND_SLOT if self.call.plan.is_outer_root(hop) else hop.dkv_slot
         assert slot is not None
         return slot
-
-
-def _is_plain(chunk: Chunk) -> bool:
-    """Return True if dK/dV of the own shard return once, and cover all of its keys."""
-    return not chunk.plan.two_level and chunk.plan.send_index is None

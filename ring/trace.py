@@ -81,10 +81,9 @@ def slot_trace(
                 yield TraceSpan(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
         if hop.dkv_slot is not None and phase == "backward":
             # If more dK/dV return later, each arrival is added to a total at once, and hop 0 does not read the slot.
-            plain = not plan.two_level and plan.send_index is None
             into = [post for post in dkv if post.received and hop in plan.dkv_arrivals[post.key.hop]]
             out = [post for post in dkv if post.sent and post.key.hop == hop.index]
-            for span in _slot_span(into, out, reads if hop.index or plain else ()):
+            for span in _slot_span(into, out, reads if hop.index or plan.returns_once else ()):
                 yield TraceSpan(phase, f"dK/dV slot {hop.dkv_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
 
 

@@ -14,18 +14,7 @@ from ...kernels import BlockSparseIndex, Bounds, Scores
 from ...kernels.shared_cache import SharedCache, SharedValue
 from .layout import Layout
 from .mask import Mask, bounds
-from .schedule import (
-    DKV_SLOTS,
-    KV_SLOTS,
-    RAIL_SLOTS,
-    ROOT_SLOTS,
-    Edge,
-    Hop,
-    Schedule,
-    kv_slot_at,
-    schedule,
-    select_keys,
-)
+from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, Schedule, kv_slot_at, schedule
 from .visibility import cut_keys
 
 if TYPE_CHECKING:
@@ -87,6 +76,11 @@ class Plan:
     def two_level(self) -> bool:
         """True if K/V cross between nodes."""
         return self.inner < len(self.hops)
+
+    @property
+    def returns_once(self) -> bool:
+        """True if dK/dV of the own shard return once, and cover all of its keys."""
+        return not self.two_level and self.send_index is None
 
     def is_outer_root(self, hop: Hop) -> bool:
         """Return True if the hop is the first of an outer step. Its K/V stay in their slot for the whole outer step."""
@@ -252,7 +246,7 @@ def _shared_plan(
     keys = layout if kv_layout is None else kv_layout
     full = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     cut = cut_keys(layout, mask, keys, runs)
-    each = (full if runs == 1 else select_keys(full, layout, mask, *run) for run in cut)
+    each = (full if runs == 1 else full.select_keys(layout, mask, *run) for run in cut)
     plans = [_rank_plan(own, mask, Positions(layout, *run, rank, device)) for own, run in zip(each, cut, strict=True)]
     made = plans[0] if runs == 1 else _join_runs(plans, [run.lengths[rank] for run, _ in cut])
     return SharedValue(made, made.device_tensors())

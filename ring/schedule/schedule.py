@@ -202,6 +202,11 @@ class Schedule:
             raise ValueError(f"rank is {rank}: the schedule has ranks 0 to {self.world - 1}")
         return tuple((_away if index % self.inner else _root)(self, rank, index) for index in range(self.count))
 
+    def select_keys(self, layout: Layout, mask: Mask, keys: Layout, sent: Layout) -> Schedule:
+        """Return the schedule with the same hops for ``keys``, a part of each shard, of which ``sent`` are sent."""
+        seen = active_shards(layout, mask, keys)[self.ranks, np.arange(layout.world)[:, None]]
+        return replace(self, active=tuple(map(tuple, seen.tolist())), lengths=sent.lengths)
+
     def bytes(self, kv_bytes: int, dkv_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
         """Return the bytes that each rank sends in one pass.
 
@@ -291,18 +296,12 @@ def schedule(
 def _schedule(
     layout: Layout, mask: Mask, keys: Layout, direction: int, nodes: tuple[tuple[int, ...], ...], slots: int
 ) -> Schedule:
-    plan = select_keys(Schedule(nodes, direction, (), (), slots), layout, mask, keys, sent_keys(layout, mask, keys))
+    plan = Schedule(nodes, direction, (), (), slots).select_keys(layout, mask, keys, sent_keys(layout, mask, keys))
     seen = np.array(plan.active).reshape(layout.world, len(plan.outer_steps), len(plan.steps))
     lengths = np.array(plan.lengths, dtype=np.int64)
     outers, steps = _order(np.asarray(seen.any(axis=2))[:, None], lengths), _order(seen, lengths)
     active = seen[:, outers][:, :, steps].reshape(layout.world, -1).tolist()
     return replace(plan, outer_steps=outers, steps=steps, active=tuple(map(tuple, active)))
-
-
-def select_keys(plan: Schedule, layout: Layout, mask: Mask, keys: Layout, sent: Layout) -> Schedule:
-    """Return the schedule with the same hops for ``keys``, a part of each shard, of which ``sent`` are sent."""
-    seen = active_shards(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
-    return replace(plan, active=tuple(map(tuple, seen.tolist())), lengths=sent.lengths)
 
 
 def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:

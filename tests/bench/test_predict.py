@@ -28,7 +28,7 @@ from ringattn.ring import Mask
 from ringattn.ring.buffers import PostKey, TransferKind
 from ringattn.ring.schedule.layout import Documents
 from ringattn.ring.schedule.mask import BlockMask, bigbird, visible_pairs
-from ringattn.ring.schedule.schedule import schedule, select_keys
+from ringattn.ring.schedule.schedule import schedule
 from ringattn.ring.schedule.visibility import cut_keys
 
 LINKS = ClusterLinks(PRESETS["nvlink4"], PRESETS["ib400"])
@@ -87,7 +87,7 @@ def test_programs_of_runs_of_tokens(nodes: int, chunks: int, layout: Any) -> Non
     call = replace(SMALL, kv_heads=1, chunks=chunks, nodes=nodes, layout=layout)
     whole, per_token = schedule(call.token_layout, CAUSAL, topology=call.topology), 2 * call.kv_heads * call.head_dim
     runs = [
-        select_keys(whole, call.token_layout, CAUSAL, *run)
+        whole.select_keys(call.token_layout, CAUSAL, *run)
         for run in cut_keys(call.token_layout, CAUSAL, call.token_layout, chunks)
     ]
     for phase, dkv in zip(PASSES, (0, 4 * per_token), strict=True):

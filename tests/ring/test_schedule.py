@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import BlockMask, Mask
-from ringattn.ring.schedule.schedule import Schedule, schedule, select_keys
+from ringattn.ring.schedule.schedule import Schedule, schedule
 from ringattn.ring.schedule.visibility import cut_keys
 
 from ..support.layouts import NAMES, Window, build_layout, layouts, masks, visible_shards
@@ -69,7 +69,7 @@ def check(
     keys = kv_layout or layout
     plan = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     cut = cut_keys(layout, mask, keys, runs)
-    plans = [plan] if runs == 1 else [select_keys(plan, layout, mask, *run) for run in cut]
+    plans = [plan] if runs == 1 else [plan.select_keys(layout, mask, *run) for run in cut]
     check_plans(plans, [{*visible_shards(layout, mask, run)} for run, _ in cut], how)
 
 
@@ -331,7 +331,7 @@ def test_runs_that_no_later_rank_sees_are_not_sent() -> None:
     """Half of the keys of a causal zigzag shard stop at rank 0 if K/V move to the previous rank."""
     layout = Layout.zigzag(4096, 4)
     whole = schedule(layout, CAUSAL, direction=-1)
-    runs = [select_keys(whole, layout, CAUSAL, *run) for run in cut_keys(layout, CAUSAL, layout, 2)]
+    runs = [whole.select_keys(layout, CAUSAL, *run) for run in cut_keys(layout, CAUSAL, layout, 2)]
     assert sum(whole.bytes(1)) == 4 * 3 * 1024
     assert [sum(run.bytes(1)) for run in runs] == [4 * 3 * 512, (0 + 1 + 2 + 3) * 512]
 
