@@ -166,7 +166,7 @@ def shared_ring_settings(
 
 def candidate_settings(point: RingPoint, device: str) -> list[RingSetting]:
     """Return the settings to try on a ``cuda`` or ``cpu`` device, the default first."""
-    chunks = [count for count in CHUNKS if count <= point.kv_heads]
+    chunks = [count for count in CHUNKS if count <= max(point.kv_heads, 2)]  # one key head: two runs of tokens
     gpu_transports = [entry for entry in transports() if device == "cuda" and entry.devices == ("cuda",)]
     channels_by_name = {entry.name: CHANNELS if "channels" in entry.limits else (None,) for entry in gpu_transports}
     others = [

@@ -131,7 +131,6 @@ def memory(
     Exit with code 1 if peak memory varies with the number of ranks.
     """
     kv_heads = flags.resolve_kv_heads(heads, kv_heads)
-    flags.check_chunks([chunks], kv_heads)
     worlds = resolve_worlds(launched_rank(), worlds)
     for world in worlds:
         if nodes > 1 and (world % nodes or world // nodes < 2):

@@ -18,7 +18,7 @@ RING_ARGS = {
     "transport": TRANSPORT,
     "slots": integer_between(1, MAX_SLOTS),
     "prefetch": optional(integer_between(0, MAX_SLOTS)),
-    "chunks": integer_between(1, MAX_SLOTS),
+    "chunks": optional(integer_between(1, MAX_SLOTS)),
     "direction": narrow(integer_between(-1, 1), "1 (to the next rank) or -1 (to the previous rank)", bool),
     "topology": optional(instance_validator("a comm.Topology", Topology)),
     "limits": optional(instance_validator("comm.Limits", Limits)),

@@ -1,4 +1,4 @@
-"""The local kernel of a call: check it, begin a forward or backward per chunk of heads, and join the results."""
+"""The local kernel of a call: check it, begin a forward or backward per group of heads, and join the results."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def check_kernel_features(
 
 
 def forward_backends(
-    kernel: LocalAttention, chunks: Sequence[Heads], q: Tensor, *, softmax_scale: float,
+    kernel: LocalAttention, groups: Sequence[Heads], q: Tensor, *, softmax_scale: float,
     config: KernelConfig | None = None, start: Pair | None = None,
 ) -> list[LocalForward]:  # fmt: skip
-    """Begin a forward per chunk of heads, in order. ``start`` is the fp32 state ``(out, lse)`` before the first key."""
-    parts: list[tuple[Tensor, Pair | None]] = [(q[:, :, heads.q], None) for heads in chunks]
+    """Begin a forward per group of heads, in order. ``start`` is the fp32 state ``(out, lse)`` before the first key."""
+    parts: list[tuple[Tensor, Pair | None]] = [(q[:, :, heads.q], None) for heads in groups]
     if start is not None:
         out, lse = start
-        parts = [(q[:, :, heads.q], (out[:, :, heads.q], lse[:, heads.q].contiguous())) for heads in chunks]
+        parts = [(q[:, :, heads.q], (out[:, :, heads.q], lse[:, heads.q].contiguous())) for heads in groups]
     begin = partial(kernel.forward, softmax_scale=softmax_scale, config=config)
     if "state" in kernel.supports.features:
         return [begin(part, start=state) for part, state in parts]
@@ -59,10 +59,10 @@ def forward_backends(
 
 
 def backward_backends(
-    kernel: LocalAttention, chunks: Sequence[Heads], dout: Tensor, q: Tensor, out: Tensor, lse: Tensor,
+    kernel: LocalAttention, groups: Sequence[Heads], dout: Tensor, q: Tensor, out: Tensor, lse: Tensor,
     dlse: Tensor | None = None, *, softmax_scale: float, config: KernelConfig | None = None,
 ) -> list[LocalBackward]:  # fmt: skip
-    """Begin a backward per chunk of heads, in order, from ``out`` and ``lse`` over all keys."""
+    """Begin a backward per group of heads, in order, from ``out`` and ``lse`` over all keys."""
     parts = [
         (
             dout[:, :, heads.q],
@@ -71,7 +71,7 @@ def backward_backends(
             lse[:, heads.q].contiguous(),  # the kernels take a contiguous lse
             None if dlse is None else dlse[:, heads.q].contiguous(),
         )
-        for heads in chunks
+        for heads in groups
     ]
     return [kernel.backward(*part, softmax_scale=softmax_scale, config=config) for part in parts]
 
@@ -87,18 +87,18 @@ def check_dlse_support(kernel: LocalAttention, q: Tensor, v: Tensor, dlse: Tenso
 
 
 def forward_result(
-    kernel: LocalAttention, backends: Sequence[LocalForward], chunks: Sequence[Heads], q: Tensor, v: Tensor
+    kernel: LocalAttention, backends: Sequence[LocalForward], groups: Sequence[Heads], q: Tensor, v: Tensor
 ) -> Pair:
-    """Join the results of all chunks to ``out`` and ``lse`` of all heads.
+    """Join the results of all groups to ``out`` and ``lse`` of all heads.
 
     Raises:
         RuntimeError: a kernel returned another shape or dtype, or NaN in lse. The check for NaN runs in every call on
             the CPU. On a GPU it waits for the device, so it runs only in a kernel's first call.
     """
-    parts = zip(chunks, backends, strict=True)
+    parts = zip(groups, backends, strict=True)
     results = [check_forward(kernel.name, run.result(), q[:, :, heads.q], v.shape[3]) for heads, run in parts]
     outs, lses = zip(*results, strict=True)
-    out, lse = cat_chunks(outs, 2).contiguous(), cat_chunks(lses, 1).contiguous()
+    out, lse = cat_heads(outs, 2).contiguous(), cat_heads(lses, 1).contiguous()
     if "nan_inputs" not in kernel.supports.features and (lse.device.type == "cpu" or kernel.name not in _NAN_CHECKED):
         if bool(lse.isnan().any()):
             raise RuntimeError(
@@ -109,13 +109,13 @@ def forward_result(
 
 
 def backward_result(
-    kernel: LocalAttention, backends: Sequence[LocalBackward], chunks: Sequence[Heads], q: Tensor
+    kernel: LocalAttention, backends: Sequence[LocalBackward], groups: Sequence[Heads], q: Tensor
 ) -> Tensor:
-    """Join dQ of all chunks to dQ of all heads; raise RuntimeError if a kernel returned another shape or dtype."""
+    """Join dQ of all groups to dQ of all heads; raise RuntimeError if a kernel returned another shape or dtype."""
     grads = [backend.result() for backend in backends]
-    for heads, dq in zip(chunks, grads, strict=True):
+    for heads, dq in zip(groups, grads, strict=True):
         check_result(kernel.name, "dq", dq, q[:, :, heads.q].shape, q.dtype)
-    return cat_chunks(grads, 2).contiguous()
+    return cat_heads(grads, 2).contiguous()
 
 
 def skip_nan_check(kernel: LocalAttention) -> None:
@@ -133,6 +133,6 @@ def row_delta(kernel: LocalAttention, dout: Tensor, out: Tensor, dlse: Tensor | 
     return delta if dlse is None else delta - dlse
 
 
-def cat_chunks(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Concatenate the chunks of a result along ``dim``, its dimension of heads."""
+def cat_heads(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenate the groups of a result along ``dim``, its dimension of heads."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

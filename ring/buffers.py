@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from itertools import pairwise
-from math import prod
+from itertools import pairwise, product
+from math import gcd, prod
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -63,7 +63,7 @@ class PostKey(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """One chunk of a hop: a group of key heads and their query heads."""
+    """A group of key heads and their query heads."""
 
     number: int
     kv: slice
@@ -71,12 +71,32 @@ class Heads(NamedTuple):
 
 
 def split_heads(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
-    """Split the heads into ``count`` chunks of almost equal size; the first chunk is one of the largest."""
+    """Split the heads into ``count`` groups of almost equal size; the first group is one of the largest."""
     edges = [-(-kv_heads * i // count) for i in range(count + 1)]
     group = heads // kv_heads
     return tuple(
         Heads(i, slice(start, end), slice(start * group, end * group)) for i, (start, end) in enumerate(pairwise(edges))
     )
+
+
+class Chunk(NamedTuple):
+    """Part of a hop that is sent and computed separately: a group of heads and a run of every shard's tokens."""
+
+    number: int
+    heads: Heads
+    plan: Plan  # of the run of tokens
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the chunk of this rank's own shard from its keys, values or their gradients."""
+        return x[:, self.plan.own_keys, self.heads.kv]
+
+
+def chunk_runs(chunks: int, kv_heads: int) -> int:
+    """Return how many runs of tokens each shard is cut into for a number of chunks.
+
+    Chunks are groups of heads if there are enough key heads, and otherwise also runs of tokens.
+    """
+    return 1 if chunks <= kv_heads else chunks // gcd(chunks, kv_heads)
 
 
 class MaskArgs(TypedDict):
@@ -96,7 +116,7 @@ def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object,
 
 @dataclass(frozen=True)
 class RingCall:
-    """State that the loops of one call share: plan, transports, slots, chunks and encodings."""
+    """State that the loops of one call share: plan, transports, slots, heads and encodings."""
 
     plan: Plan
     phase: str
@@ -104,7 +124,7 @@ class RingCall:
     kv_slots: Slots
     dkv_slots: Slots
     record_span: SpanHook  # context manager around compute and waits, for telemetry and traces
-    chunks: tuple[Heads, ...]
+    heads: tuple[Heads, ...]  # groups of heads, each with its own local kernel
     prefetch: int
     wire: Wire | None = None  # encoding of K/V; None: sent unchanged
     grad_wire: Wire | None = None
@@ -114,11 +134,17 @@ class RingCall:
     posts: list[Fence] = field(default_factory=list)
 
     @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Chunks of every hop, in the order in which they are sent and computed."""
+        pairs = product(self.heads, self.plan.runs or (self.plan,))
+        return tuple(Chunk(number, *pair) for number, pair in enumerate(pairs))
+
+    @cached_property
     def _scores(self) -> tuple[Scores, ...]:
-        return tuple(self.scores.slice_heads(heads.q) for heads in self.chunks)
+        return tuple(self.scores.slice_heads(heads.q) for heads in self.heads)
 
     def mask_args(self, hop_mask: HopMask, heads: Heads) -> MaskArgs:
-        """Return the mask and score arguments of one part of a hop's mask, for one chunk of heads."""
+        """Return the mask and score arguments of one part of a hop's mask, for one group of heads."""
         scores = self._scores[heads.number]
         return {"bounds": hop_mask.bounds, "scores": scores if scores is PLAIN else hop_mask.with_positions(scores)}
 
@@ -208,30 +234,30 @@ class RingBuffer:
         self._chunks = len(call.chunks)
         self._staging: dict[tuple[int, int], Tensors] = {}
         if len(call.plan.hops) > 1:
-            longest = self._shapes(call.plan.max_shard_keys, call.chunks[0])
+            longest = self._shapes(call.plan.max_shard_keys, call.heads[0])
             slots.reserve(slot_nbytes([spec for shape in longest for spec in self._specs(shape)]))
         shapes = tuple(x.shape for x in like)
         self._views = slots.form_cache((shapes, dtype, wire and wire.name, self._chunks, call.plan.lengths))
 
     def _shapes(self, tokens: int, heads: Heads) -> list[tuple[int, ...]]:
-        """Return the two shapes of a pair with ``tokens`` tokens and one chunk of heads."""
+        """Return the two shapes of a pair with ``tokens`` tokens and one group of heads."""
         return [(x.shape[0], tokens, heads.kv.stop - heads.kv.start, x.shape[3]) for x in self._like]
 
     def _specs(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return shapes and dtypes of the tensors that are sent for a tensor of ``shape``."""
         return [(shape, self._dtype)] if self._wire is None else self._wire.specs(shape)
 
-    def buffers(self, slot: int, hop: Hop, heads: Heads) -> Tensors:
+    def buffers(self, slot: int, hop: Hop, chunk: Chunk) -> Tensors:
         """Return views of one chunk of a slot, as the tensors that are sent for the shard of ``hop``. Cached."""
-        key = slot, self.call.plan.lengths[hop.index], heads.number
+        key = slot, chunk.plan.lengths[hop.index], chunk.number
         if key not in self._views:
-            specs = [spec for shape in self._shapes(key[1], heads) for spec in self._specs(shape)]
-            self._views[key] = self._slots.tensors(slot * self._chunks + heads.number, specs)
+            specs = [spec for shape in self._shapes(key[1], chunk.heads) for spec in self._specs(shape)]
+            self._views[key] = self._slots.tensors(slot * self._chunks + chunk.number, specs)
         tensors: Tensors = self._views[key]
         return tensors
 
     def slot_payload(
-        self, peer: int | None, slot: int | None, hop: Hop, heads: Heads, into: int | None = None
+        self, peer: int | None, slot: int | None, hop: Hop, chunk: Chunk, into: int | None = None
     ) -> Payload:
         """Return :meth:`buffers` as messages to or from ``peer``; no messages if there is no peer or slot.
 
@@ -239,25 +265,25 @@ class RingBuffer:
         """
         if slot is None:
             return NO_PAYLOAD
-        key = peer, slot, self.call.plan.lengths[hop.index], heads.number, into
+        key = peer, slot, chunk.plan.lengths[hop.index], chunk.number, into
         if key not in self._views:
             mapped = self._slots.windows is not None
-            places = self.buffers(into, hop, heads) if mapped and into is not None else ()
-            self._views[key] = build_payload(peer, self.buffers(slot, hop, heads), places)
+            places = self.buffers(into, hop, chunk) if mapped and into is not None else ()
+            self._views[key] = build_payload(peer, self.buffers(slot, hop, chunk), places)
         messages: Payload = self._views[key]
         return messages
 
-    def staging(self, hop: Hop, heads: Heads) -> Tensors:
+    def staging(self, hop: Hop, chunk: Chunk) -> Tensors:
         """Return memory for one decoded chunk. All slots share it, because only the compute stream uses it."""
-        key = self.call.plan.lengths[hop.index], heads.number
+        key = chunk.plan.lengths[hop.index], chunk.number
         if key not in self._staging:
-            pairs = zip(self._scratch, self._shapes(key[0], heads), strict=True)
+            pairs = zip(self._scratch, self._shapes(key[0], chunk.heads), strict=True)
             self._staging[key] = tuple(x[: prod(shape)].view(shape) for x, shape in pairs)
         return self._staging[key]
 
     @cached_property
     def _scratch(self) -> Tensors:
-        sizes = [prod(shape) for shape in self._shapes(self.call.plan.max_shard_keys, self.call.chunks[0])]
+        sizes = [prod(shape) for shape in self._shapes(self.call.plan.max_shard_keys, self.call.heads[0])]
         return tuple(torch.empty(size, dtype=self._dtype, device=self._like[0].device) for size in sizes)
 
     def encode(self, pair: Tensors, into: Tensors) -> Tensors:
@@ -279,16 +305,16 @@ class RingBuffer:
             self._wire.decode(wire, x)
         return into
 
-    def free(self, slot: int, heads: Heads) -> tuple[Fence, ...]:
+    def free(self, slot: int, chunk: Chunk) -> tuple[Fence, ...]:
         """Return the fences to wait for before this chunk of the slot may be overwritten."""
-        return self._slots.pop_uses(slot * self._chunks + heads.number)
+        return self._slots.pop_uses(slot * self._chunks + chunk.number)
 
-    def busy(self, slot: int | None, heads: Heads, fence: Fence | None) -> None:
+    def busy(self, slot: int | None, chunk: Chunk, fence: Fence | None) -> None:
         """Mark this chunk of the slot as used until ``fence``."""
         if slot is not None and fence is not None:
-            self._slots.add_use(slot * self._chunks + heads.number, fence)
+            self._slots.add_use(slot * self._chunks + chunk.number, fence)
 
-    def mark_computed(self, slot: int | None, heads: Heads) -> None:
+    def mark_computed(self, slot: int | None, chunk: Chunk) -> None:
         """Mark this chunk of the slot as used by the compute issued so far, which no receive may overwrite earlier."""
         if slot is not None:
-            self._slots.add_use(slot * self._chunks + heads.number, self.call.mark())
+            self._slots.add_use(slot * self._chunks + chunk.number, self.call.mark())

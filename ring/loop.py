@@ -14,21 +14,24 @@ backward adds dK/dV, which follow their K/V one hop later::
 
     hop:      dK/dV of this shard -> post dK/dV to the next rank -> post K/V ahead -> dQ of this shard
 
-The same loop runs every schedule: both directions, skipped hops, chunks of heads and two-level rings are data.
+The same loop runs every schedule: both directions, skipped hops, chunks and two-level rings are data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
-from .buffers import Heads, MaskArgs, Pair, RingCall, Tensors, TransferKind
+from .buffers import Chunk, MaskArgs, Pair, RingCall, Tensors, TransferKind
 from .dkv import DkvAccumulators
 from .key_values import KeyValues
 from .local.protocol import LocalBackward, LocalForward
 from .schedule.schedule import Hop
+
+Backend = TypeVar("Backend", LocalForward, LocalBackward)
 
 
 def forward(call: RingCall, backends: Sequence[LocalForward], k: torch.Tensor, v: torch.Tensor) -> None:
@@ -36,23 +39,23 @@ def forward(call: RingCall, backends: Sequence[LocalForward], k: torch.Tensor, v
 
     Args:
         call: plan, transports and slots of the call.
-        backends: one local forward per chunk of heads; each keeps its own softmax state.
+        backends: one local forward per group of heads; each keeps its own softmax state.
         k: this rank's keys ``[B, Sk, Hkv, D]``.
         v: this rank's values ``[B, Sk, Hkv, Dv]``.
     """
     kv = KeyValues(call, k, v)
-    for hop in call.plan.hops:
-        kv.post_kv(hop)
-        hop_masks = call.plan.hop_masks[hop.index]
-        if not hop_masks:
-            continue
-        for heads, backend in zip(call.chunks, backends, strict=True):
-            arrived_kv = wait_kv(call, kv, hop, heads)
+    for step, chunks in zip(call.plan.hops, split_hops(call, backends), strict=True):
+        kv.post_kv(step)
+        for chunk, hop, backend in chunks:
+            hop_masks = chunk.plan.hop_masks[hop.index]
+            if not hop_masks:
+                continue
+            arrived_kv = wait_kv(call, kv, hop, chunk)
             with call.record_span("compute", hop):
                 for hop_mask in hop_masks:
-                    final = hop.index == call.plan.last_launch_hop and hop_mask is hop_masks[-1]
-                    backend.fold(*arrived_kv, **call.mask_args(hop_mask, heads), final=final)
-            kv.mark_computed(hop.kv_slot, heads)
+                    final = hop.index == chunk.plan.last_launch_hop and hop_mask is hop_masks[-1]
+                    backend.fold(*arrived_kv, **call.mask_args(hop_mask, chunk.heads), final=final)
+            kv.mark_computed(hop.kv_slot, chunk)
     call.wait_all()
 
 
@@ -70,91 +73,96 @@ def backward(
 
     Args:
         call: plan, transports and slots of the call.
-        backends: one local backward per chunk of heads.
+        backends: one local backward per group of heads.
         k: this rank's keys ``[B, Sk, Hkv, D]``.
         v: this rank's values ``[B, Sk, Hkv, Dv]``.
         dkdv: receives the gradients of ``k`` and ``v``.
     """
     kv, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
-    chunks = tuple(zip(call.chunks, backends, strict=True))
-    posts_ahead = call.prefetch > 1
-    for root, *remote_hops in call.plan.outer_steps:
-        kv.post_kv(root)
-        for heads, backend in chunks:
-            compute_dq(call, kv, backend, root, heads)
-        for hop in remote_hops:
+    chunks, posts_ahead = split_hops(call, backends), call.prefetch > 1
+    for first, *remote_hops in call.plan.outer_steps:
+        kv.post_kv(first)
+        for chunk, root, backend in chunks[first.index]:
+            compute_dq(call, kv, backend, root, chunk)
+        for step in remote_hops:
             if not posts_ahead:
-                kv.post_kv(hop)
-            for heads, backend in chunks:
-                compute_dkdv(call, kv, dkv, backend, hop, heads)
-                dkv.post(hop, heads)
-                if posts_ahead and heads is call.chunks[-1]:
-                    kv.post_kv(hop, TransferKind.PREFETCH)
-                compute_dq(call, kv, backend, hop, heads)
+                kv.post_kv(step)
+            for chunk, hop, backend in chunks[step.index]:
+                compute_dkdv(call, kv, dkv, backend, hop, chunk)
+                dkv.post(hop, chunk)
+                if posts_ahead and chunk is call.chunks[-1]:
+                    kv.post_kv(step, TransferKind.PREFETCH)
+                compute_dq(call, kv, backend, hop, chunk)
         if call.plan.two_level:
-            for heads, backend in chunks:
-                dkv.add_returned(heads)
+            for chunk, root, backend in chunks[first.index]:
+                dkv.add_returned(chunk)
                 if root.index:
-                    compute_dkdv(call, kv, dkv, backend, root, heads)
-                    dkv.send_return(root, heads)
-    for heads, backend in chunks:
-        compute_own_dkdv(call, kv, dkv, backend, heads, tuple(x[:, :, heads.kv] for x in dkdv))
+                    compute_dkdv(call, kv, dkv, backend, root, chunk)
+                    dkv.send_return(root, chunk)
+    for chunk, own, backend in chunks[0]:
+        compute_own_dkdv(call, kv, dkv, backend, own, chunk, tuple(map(chunk.own, dkdv)))
     call.wait_all()
 
 
-def wait_kv(call: RingCall, kv: KeyValues, hop: Hop, heads: Heads) -> Pair:
+def split_hops(call: RingCall, backends: Sequence[Backend]) -> list[tuple[tuple[Chunk, Hop, Backend], ...]]:
+    """Return for each hop its chunks, each with the hop of its own plan and the backend of its heads."""
+    hops = zip(*(chunk.plan.hops for chunk in call.chunks), strict=True)
+    by_chunk = [backends[chunk.heads.number] for chunk in call.chunks]
+    return [tuple(zip(call.chunks, same_hop, by_chunk, strict=True)) for same_hop in hops]
+
+
+def wait_kv(call: RingCall, kv: KeyValues, hop: Hop, chunk: Chunk) -> Pair:
     """Wait for K and V of one chunk and return them."""
     with call.record_span("wait", hop):
-        return kv.wait_chunk(hop, heads)
+        return kv.wait_chunk(hop, chunk)
 
 
-def compute_dq(call: RingCall, kv: KeyValues, backend: LocalBackward, hop: Hop, heads: Heads) -> None:
-    """Add to dQ the part that comes from this hop's shard, for one chunk of heads."""
-    hop_masks = call.plan.hop_masks[hop.index]
+def compute_dq(call: RingCall, kv: KeyValues, backend: LocalBackward, hop: Hop, chunk: Chunk) -> None:
+    """Add to dQ the part that comes from one chunk of this hop's shard."""
+    hop_masks = chunk.plan.hop_masks[hop.index]
     if not hop_masks:
         return
-    arrived_kv = wait_kv(call, kv, hop, heads)
+    arrived_kv = wait_kv(call, kv, hop, chunk)
     with call.record_span("compute", hop):
         for hop_mask in hop_masks:
-            final = hop.index == call.plan.last_launch_hop and hop_mask is hop_masks[-1]
-            backend.dq(*arrived_kv, **call.mask_args(hop_mask, heads), local=hop.index == 0, final=final)
+            final = hop.index == chunk.plan.last_launch_hop and hop_mask is hop_masks[-1]
+            backend.dq(*arrived_kv, **call.mask_args(hop_mask, chunk.heads), local=hop.index == 0, final=final)
     if not call.plan.is_outer_root(hop):  # dK/dV of a root read the same slot at the end of the outer step
-        kv.mark_computed(hop.kv_slot, heads)
+        kv.mark_computed(hop.kv_slot, chunk)
 
 
 def compute_dkdv(
-    call: RingCall, kv: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, hop: Hop, heads: Heads
+    call: RingCall, kv: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, hop: Hop, chunk: Chunk
 ) -> None:
     """Compute this rank's part of dK/dV of another rank's shard, and add it to the sum that arrived."""
-    hop_masks, incoming_dkv = call.plan.hop_masks[hop.index], dkv.incoming_dkv(hop, heads)
+    hop_masks, incoming_dkv = chunk.plan.hop_masks[hop.index], dkv.incoming_dkv(hop, chunk)
     if hop_masks:
-        out, arrived_kv = dkv.out(hop, heads), wait_kv(call, kv, hop, heads)
+        out, arrived_kv = dkv.out(hop, chunk), wait_kv(call, kv, hop, chunk)
         with call.record_span("compute", hop):
-            parts = [call.mask_args(hop_mask, heads) for hop_mask in hop_masks]
+            parts = [call.mask_args(hop_mask, chunk.heads) for hop_mask in hop_masks]
             for mask_args, accum, part_out in partial_sums(parts, incoming_dkv, out):
                 backend.dkdv(*arrived_kv, **mask_args, local=False, accum=accum, out=part_out)
         if call.plan.is_outer_root(hop):
-            kv.mark_computed(hop.kv_slot, heads)
+            kv.mark_computed(hop.kv_slot, chunk)
     elif incoming_dkv is not None and call.plan.is_outer_root(hop):
-        for target, x in zip(dkv.out(hop, heads), incoming_dkv(), strict=True):
+        for target, x in zip(dkv.out(hop, chunk), incoming_dkv(), strict=True):
             target.copy_(x)
     else:
         return  # dK/dV that only pass through are sent on from the slot they arrived in
-    dkv.mark_added(hop, heads)
+    dkv.mark_added(hop, chunk)
 
 
 def compute_own_dkdv(
-    call: RingCall, kv: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, heads: Heads, dkdv: Tensors
+    call: RingCall, kv: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, own: Hop, chunk: Chunk, dkdv: Tensors
 ) -> None:
     """Compute this rank's part of dK/dV of its own shard, add the dK/dV that returned, and write them to ``dkdv``."""
-    own = call.plan.hops[0]
-    returned_dkv, out = dkv.returned_total(heads), dkv.own_accumulator(heads, dkdv)
-    parts = [call.mask_args(hop_mask, heads) for hop_mask in call.plan.hop_masks[0]]
+    returned_dkv, out = dkv.returned_total(chunk), dkv.own_accumulator(chunk, dkdv)
+    parts = [call.mask_args(hop_mask, chunk.heads) for hop_mask in chunk.plan.hop_masks[0]]
     with call.record_span("compute", own):
-        own_kv = kv.wait_chunk(own, heads)
+        own_kv = kv.wait_chunk(own, chunk)
         for mask_args, accum, part_out in partial_sums(parts, returned_dkv, out):
             backend.dkdv(*own_kv, **mask_args, local=True, accum=accum, out=part_out)
-    dkv.finish_own(heads, dkdv)
+    dkv.finish_own(chunk, dkdv)
 
 
 def partial_sums(

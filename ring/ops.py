@@ -159,13 +159,13 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
             call.ring._agree({"call": "forward along the ring"}, q.device, forward_number=call.number)
         if call.rows is not None:
             q, k, v = call.rows.pack(q), call.rows.pack_keys(k), call.rows.pack_keys(v)
-        with call.ring.call(call.plan, "forward", q, k, call.scores) as running:
+        with call.ring.call(call.plan, "forward", q, k, call.scores, call.chunks) as running:
             start = None if call.sink is None else sink_state(call.sink, q, v.shape[3])
             compile_kernels(call, running, q, k, v, start)
             options = {"softmax_scale": call.softmax_scale, "config": call.config}
-            backends = forward_backends(call.backend, running.chunks, q, **options, start=start)
+            backends = forward_backends(call.backend, running.heads, q, **options, start=start)
             loop.forward(running, backends, k, v)
-        out, lse = forward_result(call.backend, backends, running.chunks, q, v)
+        out, lse = forward_result(call.backend, backends, running.heads, q, v)
         if call.rows is not None:
             out, lse = call.rows.unpack(out), call.rows.unpack_lse(lse)
     numbers = [signed_seed(call.scores.dropout_seed), call.number, call.exchange_number]
@@ -227,14 +227,14 @@ def run_backward(
             dlse = None if dlse is None else rows.pack_lse(dlse)
             k, v = rows.pack_keys(k), rows.pack_keys(v)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        with call.ring.call(call.plan, "backward", q, k, call.scores) as running:
+        with call.ring.call(call.plan, "backward", q, k, call.scores, call.chunks) as running:
             compile_kernels(call, running, q, k, v, None)
             inputs, scale = (dout, q, out, lse, dlse), call.softmax_scale
-            backends = backward_backends(call.backend, running.chunks, *inputs, softmax_scale=scale, config=call.config)
+            backends = backward_backends(call.backend, running.heads, *inputs, softmax_scale=scale, config=call.config)
             loop.backward(running, backends, k, v, (dk, dv))
         delta = None if sink is None else row_delta(call.backend, dout, out, dlse)
         dsink = lse.new_empty(0) if sink is None or delta is None else sink_gradient(sink, delta, lse)
-        dq = backward_result(call.backend, backends, running.chunks, q)
+        dq = backward_result(call.backend, backends, running.heads, q)
         if rows is not None:
             dq = rows.unpack(dq)
             dk, dv = (rows.unpack_keys(grad, like) for grad, like in zip((dk, dv), unpacked_kv, strict=True))

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from ..kernels import KernelConfig, Scores
 from ..kernels.checks import TRANSPOSE_HINT, check_not_dtensor, check_shapes, check_tensor
+from ..kernels.config import is_single_pass
 from ..validators import short_repr
 from .adopted import find_adopted_kernel
 from .arg_checks import check_autograd
 from .args import ARG_SPECS, FIRST_HEAD_LIMIT, AttentionArgs, Compare, Options, check_args
 from .backends import check_kernel_features
+from .buffers import chunk_runs
 from .local.protocol import LocalAttention
 from .local.registry import resolve_backend
 from .mesh import Ranks, Rings, ring_layout, ulysses_layout
@@ -73,6 +75,7 @@ class Call:
     mask: Mask = field(init=False)
     scores: Scores = field(init=False)
     sink: Tensor | None = field(init=False)
+    chunks: int = field(init=False)
     plan: Plan = field(init=False)
     rows: PackedRows | None = None  # set if batch rows see different keys; q, k and v must then be packed
     exchange: Exchange | None = None  # exchange of heads for tokens, over a mesh
@@ -98,9 +101,6 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     if isinstance(ranks, Rings):
         heads, kv_heads = split_ulysses_heads(q.shape[2], k.shape[2], ranks.ulysses.size)
         own_heads, own_kv_heads = heads[ranks.ulysses.rank], kv_heads[ranks.ulysses.rank]
-    own_count = k[:, :, own_kv_heads].shape[2]
-    if ring.chunks > own_count:
-        raise ValueError(f"the ring's chunks is {ring.chunks}: it must be at most {own_count}, the heads of k per rank")
     resolve_wire(ring.wire_dtype, k.dtype)
     call.softmax_scale = 1.0 / sqrt(q.shape[3]) if args.softmax_scale is None else args.softmax_scale
     call.backend = resolve_backend(args.backend, q.device)
@@ -132,15 +132,19 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         call.scores = call.scores.slice_heads(own_heads)
         call.sink = None if call.sink is None else call.sink[own_heads]
     call.config = ring.with_sm_margin(args.config)
+    # after the comparison, because each rank has its own choice; a graph does not know if it needs gradients
+    needs_backward, by_row = gradient is None or call.has_backward, rows is not None
     if args.backend == "auto" and args.config is None:
-        # after the comparison, because each rank has its own choice; a graph does not know if it needs gradients
-        needs_backward, by_row = gradient is None or call.has_backward, rows is not None
         adopted = find_adopted_kernel(
             q, k, v, args, call.layouts, call.mask, call.scores, needs_backward=needs_backward, by_row=by_row
         )
         call.backend, call.config = adopted or (call.backend, call.config)
+    call.chunks = ring.chunks or 1
+    if needs_backward:
+        call.chunks = ring._choose_chunks((q.dtype, q.shape[3]), is_single_pass(call.config))
     where = (ring.rank, ring.direction, q.device, ring.topology, ring.slots)
-    call.plan = plan(layouts.queries, mask, *where, kv_layout=layouts.keys)
+    runs = chunk_runs(call.chunks, k[:, :, own_kv_heads].shape[2])
+    call.plan = plan(layouts.queries, mask, *where, kv_layout=layouts.keys, runs=runs)
 
 
 def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor, row_fields: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -87,8 +87,10 @@ class Ring:
         slots: number of K/V receive slots, at least 2 if more than two ranks share a ring. Memory per rank does not
             depend on the number of ranks.
         prefetch: number of hops that K/V are posted ahead of the compute, 0 (blocking) to ``slots - 1``, the default.
-        chunks: number of groups of key heads that a hop is cut into. Each group is sent and computed separately, so
-            that only one group's transfer is exposed at either end. At most the number of key heads.
+        chunks: number of chunks that a hop is cut into. Each is sent and computed separately, so that only one chunk's
+            transfer is exposed at either end. Chunks are groups of key heads. If there are fewer key heads than chunks,
+            the tokens of the shard are cut as well. None: 2 if the first call with gradients, for each dtype and head
+            dim, has a single-pass backward on any rank, and otherwise 1.
         direction: 1 sends K/V to the next rank, -1 to the previous rank.
         topology: order of the ranks. Several nodes of equal size make a two-level ring. None discovers the topology if
             the group has GPUs, and otherwise uses a flat ring in rank order.
@@ -117,7 +119,7 @@ class Ring:
         grad_wire_dtype: torch.dtype | str | None = None,
         slots: int = KV_SLOTS,
         prefetch: int | None = None,
-        chunks: int = 1,
+        chunks: int | None = None,
         direction: int = 1,
         topology: Topology | None = None,
         limits: Limits | None = None,
@@ -136,6 +138,7 @@ class Ring:
         self._prefetch = prefetch
         self._set_slots(slots)
         self.chunks = chunks
+        self._default_chunks: dict[Hashable, int] = {}
         wire, self._grad_wire = resolve_wire(wire_dtype, torch.float32), resolve_grad_wire(grad_wire_dtype)
         # Compared between ranks by name, because a dtype can be passed as a torch dtype or as text.
         self.wire_dtype = None if wire is None else wire.name
@@ -252,7 +255,7 @@ class Ring:
 
     @contextmanager
     def call(
-        self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores = PLAIN
+        self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores = PLAIN, chunks: int = 1
     ) -> Iterator[RingCall]:
         """Yield the state for one forward or backward of :mod:`.loop`. Report an error inside to the other ranks."""
         with self._watched_call(phase, q.device) as watch:
@@ -264,8 +267,8 @@ class Ring:
             wire = resolve_wire(self.wire_dtype, k.dtype)
             windows = slot_windows(transports)
             own = wire is not None or windows is not None  # one more slot, which the rank's own K/V leave from
-            self._kv = self._slots(self._kv, (plan.kv_slots + own) * self.chunks, q.device, windows)
-            self._dkv = self._slots(self._dkv, plan.dkv_slots * self.chunks, q.device, windows)
+            self._kv = self._slots(self._kv, (plan.kv_slots + own) * chunks, q.device, windows)
+            self._dkv = self._slots(self._dkv, plan.dkv_slots * chunks, q.device, windows)
             call = RingCall(
                 plan=plan,
                 phase=phase,
@@ -273,7 +276,7 @@ class Ring:
                 kv_slots=self._kv,
                 dkv_slots=self._dkv,
                 record_span=watch.span,
-                chunks=split_heads(self.chunks, q.shape[2], k.shape[2]),
+                heads=split_heads(chunks // max(len(plan.runs), 1), q.shape[2], k.shape[2]),
                 prefetch=self.prefetch,
                 wire=wire,
                 grad_wire=self._grad_wire,
@@ -409,6 +412,14 @@ class Ring:
             return self._values.gather(value, what=what, stop=watch.failure_reason)
         except TransportError as error:  # another rank may have failed before it sent its value
             raise watch.report_failure(error) from error
+
+    def _choose_chunks(self, kind: Hashable, is_single_pass: bool) -> int:
+        """Return the number of chunks of a call with gradients. One round trip for the first call of a ``kind``."""
+        if self.chunks is None and kind not in self._default_chunks:
+            self._default_chunks[kind] = 1 + (
+                self.size > 1 and any(self._gather(is_single_pass, "the kind of the backward"))
+            )
+        return self.chunks or self._default_chunks[kind]
 
     def telemetry(self) -> tuple[Report, ...]:
         """Return the newest report of every rank that has arrived here, with its age. Empty before the first call.

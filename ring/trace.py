@@ -66,6 +66,10 @@ def slot_trace(
     The two slots of a two-level ring that return dK/dV between nodes are left out. ``computed`` maps hops to the times
     of their compute.
     """
+    for run in plan.runs:
+        yield from slot_trace(phase, run, [post for post in posts if plan.run(post.key.chunk) is run], computed)
+    if plan.runs:
+        return
     kv = [post for post in posts if post.key.kind in KV_KINDS]
     dkv = [post for post in posts if post.key.kind is TransferKind.DKV]
     for hop in plan.hops:
@@ -77,10 +81,9 @@ def slot_trace(
                 yield TraceSpan(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
         if hop.dkv_slot is not None and phase == "backward":
             # If more dK/dV return later, each arrival is added to a total at once, and hop 0 does not read the slot.
-            plain = not plan.two_level and plan.send_index is None
             into = [post for post in dkv if post.received and hop in plan.dkv_arrivals[post.key.hop]]
             out = [post for post in dkv if post.sent and post.key.hop == hop.index]
-            for span in _slot_span(into, out, reads if hop.index or plain else ()):
+            for span in _slot_span(into, out, reads if hop.index or plan.returns_once else ()):
                 yield TraceSpan(phase, f"dK/dV slot {hop.dkv_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
 
 
@@ -287,7 +290,9 @@ class Trace:
         phase, plan = self._plans[post.call]
         done = self._done(post)
         sizes = (done.sent, done.received)
-        for kind, name, nbytes in zip(("send", "receive"), transfer_names(plan, post.key), sizes, strict=True):
+        for kind, name, nbytes in zip(
+            ("send", "receive"), transfer_names(plan.run(post.key.chunk), post.key), sizes, strict=True
+        ):
             if nbytes:
                 yield TraceSpan(phase, kind, post.key.hop, done.begin, done.end, name, nbytes)
 

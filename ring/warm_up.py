@@ -24,6 +24,7 @@ from .backends import backward_backends, forward_backends
 from .buffers import Pair, RingCall, ignore_post
 from .local.fused import TritonAttention
 from .prepare import Call
+from .schedule.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +95,10 @@ def record_phase(
 ) -> list[Launch]:
     """Return the launches of the forward or the backward of a call, in order."""
     plan = running.plan
-    rows = plan.send_index
     transports: Any = (_NoTransport(),) * len(running.transports)
-    # bounds cache tensors, so the loops must not see the real ones
-    hop_masks = tuple(tuple(part._replace(bounds=part.bounds.to(META)) for part in parts) for parts in plan.hop_masks)
     dry = replace(
         running,
-        plan=replace(plan, hop_masks=hop_masks, send_index=None if rows is None else meta_like(rows)),
+        plan=_dry_plan(plan),
         phase=phase,
         transports=transports,
         kv_slots=Slots(running.kv_slots.count, META),
@@ -116,11 +114,20 @@ def record_phase(
     def run() -> None:
         if phase == "forward":
             state = None if start is None else (meta_like(start[0]), meta_like(start[1]))
-            loop.forward(dry, forward_backends(call.backend, dry.chunks, q, start=state, **options), k, v)
+            loop.forward(dry, forward_backends(call.backend, dry.heads, q, start=state, **options), k, v)
         else:
             out = q.new_empty((*q.shape[:3], v.shape[3]))
             lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-            backends = backward_backends(call.backend, dry.chunks, out, q, out, lse, **options)
+            backends = backward_backends(call.backend, dry.heads, out, q, out, lse, **options)
             loop.backward(dry, backends, k, v, (k.new_empty(k.shape), v.new_empty(v.shape)))
 
     return collect_launches(gpu, run)
+
+
+def _dry_plan(plan: Plan) -> Plan:
+    """Return the plan on the meta device."""
+    rows = plan.send_index
+    # bounds cache tensors, so the loops must not see the real ones
+    hop_masks = tuple(tuple(part._replace(bounds=part.bounds.to(META)) for part in parts) for parts in plan.hop_masks)
+    rows = None if rows is None else meta_like(rows)
+    return replace(plan, hop_masks=hop_masks, send_index=rows, runs=tuple(map(_dry_plan, plan.runs)))

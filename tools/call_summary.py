@@ -14,9 +14,11 @@ import torch
 from ..bench.common.attention import BACKWARD_FLOPS, forward_flops, mask_data, mask_label
 from ..bench.common.flags import DTYPE_BYTES, count_noun
 from ..comm.topology.topology import Topology
+from ..ring.buffers import chunk_runs
 from ..ring.schedule.layout import Layout
 from ..ring.schedule.mask import Mask, visible_pairs
 from ..ring.schedule.schedule import Schedule, schedule
+from ..ring.schedule.visibility import cut_keys
 
 IntGrid = npt.NDArray[np.int64]
 
@@ -38,6 +40,7 @@ class CallSummary:
     dtype: str
     nodes: int = 1
     """Number of equal nodes in rank order; more than one makes a two-level ring."""
+    chunks: int = 1
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -55,6 +58,19 @@ class CallSummary:
             raise ValueError(f"nodes is {self.nodes}: it must divide {world} ranks into equal nodes of at least 2")
         topology = Topology.grid(self.nodes, world // self.nodes)
         return schedule(self.layout, mask, direction=self.direction, topology=topology)
+
+    @cached_property
+    def runs(self) -> list[Schedule]:
+        """Schedule of each run of tokens that the chunks cut every shard into."""
+        count = chunk_runs(self.chunks, self.kv_heads)
+        if count == 1:
+            return [self.schedule]
+        runs = cut_keys(self.layout, self.mask, self.layout, count)
+        return [self.schedule.select_keys(self.layout, self.mask, *run) for run in runs]
+
+    def bytes(self, kv_bytes: int, dkv_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
+        """Return the bytes that each rank sends in one pass, as :meth:`Schedule.bytes`."""
+        return tuple(map(sum, zip(*(run.bytes(kv_bytes, dkv_bytes, level=level) for run in self.runs), strict=True)))
 
     @property
     def title(self) -> str:
@@ -183,10 +199,10 @@ def hop_rows(call: CallSummary) -> list[dict[str, Any]]:
 def rank_rows(call: CallSummary) -> list[dict[str, Any]]:
     """Return a table row per rank with its pairs, FLOPs and sent bytes, with several nodes also the rail bytes."""
     kv, dkv = call.bytes_per_token
-    sent = {"sends forward": call.schedule.bytes(kv), "sends backward": call.schedule.bytes(kv, dkv)}
+    sent = {"sends forward": call.bytes(kv), "sends backward": call.bytes(kv, dkv)}
     if call.nodes > 1:
-        sent["by rail forward"] = call.schedule.bytes(kv, level=1)
-        sent["by rail backward"] = call.schedule.bytes(kv, dkv, level=1)
+        sent["by rail forward"] = call.bytes(kv, level=1)
+        sent["by rail backward"] = call.bytes(kv, dkv, level=1)
     batch = call.batch if call.mask.used is None else 1  # `pairs` covers all batch rows if they differ
     rows = []
     for rank, pairs in enumerate(call.pairs.sum(axis=1).tolist()):
@@ -199,7 +215,7 @@ def rank_rows(call: CallSummary) -> list[dict[str, Any]]:
 
 def call_provenance(call: CallSummary) -> dict[str, Any]:
     """Return the arguments of the call and the row of each rank, for the provenance of a result."""
-    names = ("direction", "batch", "heads", "kv_heads", "head_dim", "dtype", "balance", "imbalance")
+    names = ("direction", "batch", "heads", "kv_heads", "head_dim", "dtype", "chunks", "balance", "imbalance")
     return {
         "layout": call.layout_name,
         "seqlen": call.layout.seqlen,

@@ -38,7 +38,7 @@ def draw_call(call: CallSummary, out: Path) -> None:
 
 def _title(call: CallSummary) -> str:
     kv, sums = call.bytes_per_token
-    forward, backward = max(call.schedule.bytes(kv)), max(call.schedule.bytes(kv, sums))
+    forward, backward = max(call.bytes(kv)), max(call.bytes(kv, sums))
     return (
         f"{call.title}\nranks compute {call.balance:.0%} of the time, if every hop lasts as long as its slowest rank; "
         f"one rank sends up to {human_count(forward, 'B')} forward, {human_count(backward, 'B')} backward"

@@ -55,6 +55,7 @@ def show(
     block_mask: flags.BlockMaskPattern = None,
     mask_file: flags.MaskFile = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of equal nodes; more than 1 makes a two-level ring.")] = 1,
+    chunks: flags.Chunks = 1,
     direction: Annotated[int, typer.Option(help="1: K/V move to the next rank, -1: to the previous rank.")] = 1,
     batch: flags.Batch = 1,
     heads: flags.Heads = 32,
@@ -121,7 +122,7 @@ def show(
             block_mask=build_pattern(tokens, block_mask), **read_mask(mask_file, tokens),
         )  # fmt: skip
         kv_heads = flags.resolve_kv_heads(heads, kv_heads)
-        call = CallSummary(token_layout, name, mask, direction, batch, heads, kv_heads, head_dim, dtype, nodes)
+        call = CallSummary(token_layout, name, mask, direction, batch, heads, kv_heads, head_dim, dtype, nodes, chunks)
         _ = call.schedule
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -141,7 +142,10 @@ def show(
 def call_text(call: CallSummary, notes: list[str]) -> str:
     """Return the output for the terminal: summary, schedule, table of ranks and mask."""
     title, *rest = ["\n".join(textwrap.wrap(note, COLUMNS)) for note in notes]
-    return "\n\n".join([title, str(call.schedule), rank_table_text(call), mask_text(call), "\n".join(rest)])
+    count = len(call.runs)
+    runs = [f"run {number} of {count} of each shard's tokens:\n{run}" for number, run in enumerate(call.runs, 1)]
+    schedules = runs if count > 1 else [str(call.schedule)]
+    return "\n\n".join([title, *schedules, rank_table_text(call), mask_text(call), "\n".join(rest)])
 
 
 def summary_lines(call: CallSummary) -> list[str]:
@@ -152,10 +156,10 @@ def summary_lines(call: CallSummary) -> list[str]:
     full = call.schedule_for(Mask())
     traffic = []
     for name, partials in (("forward", 0), ("backward", dkv)):
-        count, most = sum(call.schedule.bytes(kv, partials)), sum(full.bytes(kv, partials))
+        count, most = sum(call.bytes(kv, partials)), sum(full.bytes(kv, partials))
         traffic.append(f"{name} {human_count(count, 'B')}{f' ({count / most:.1%})' if most else ''}")
         if call.nodes > 1:
-            traffic[-1] += f" ({human_count(sum(call.schedule.bytes(kv, partials, level=1)), 'B')} between nodes)"
+            traffic[-1] += f" ({human_count(sum(call.bytes(kv, partials, level=1)), 'B')} between nodes)"
     rows = "" if call.mask.used is None else " of all batch rows"
     return [
         f"{call.title}; batch {call.batch}, {call.heads} heads ({call.kv_heads} of K/V) of dim {call.head_dim}, "

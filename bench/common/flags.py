@@ -175,7 +175,8 @@ DeviceDtype = Annotated[
     str | None,
     typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16; default: bf16, on the CPU fp32."),
 ]
-Chunks = Annotated[int, typer.Option(min=1, help="Number of head groups, sent and computed separately.")]
+CHUNKS_HELP = "Parts of a hop that are sent and computed separately: groups of heads, then runs of tokens."
+Chunks = Annotated[int, typer.Option(min=1, help=CHUNKS_HELP)]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the median is reported.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads per process; default: a share of the cores.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
@@ -348,15 +349,6 @@ def resolve_kv_heads(heads: int, kv_heads: int | None) -> int:
     if heads % kv_heads:
         raise typer.BadParameter(f"--heads is {heads}: it must be a multiple of --kv-heads, {kv_heads}")
     return kv_heads
-
-
-def check_chunks(chunks: Sequence[int], kv_heads: int) -> None:
-    """Raise typer.BadParameter if a number of chunks is not between 1 and the number of key/value heads."""
-    if max(chunks) > kv_heads or min(chunks) < 1:
-        listed = ",".join(map(str, chunks))
-        raise typer.BadParameter(
-            f"--chunks is {listed}: every value must be between 1 and {kv_heads}, the number of key/value heads"
-        )
 
 
 def check_transport_flag(name: str, device: str, world: int) -> None:

@@ -56,7 +56,8 @@ def loop_back(real: Plan) -> Plan:
         peers: dict[str, Any] = {name: None if getattr(hop, name) is None else 0 for name in PEERS}
         hops.append(replace(hop, **peers))
     dkv_returns = {after: hops[base.index] for after, base in real.dkv_returns.items()}
-    return replace(real, hops=tuple(hops), dkv_returns=dkv_returns, edges=(((0, 0),), ()))
+    runs = tuple(map(loop_back, real.runs))
+    return replace(real, hops=tuple(hops), dkv_returns=dkv_returns, edges=(((0, 0),), ()), runs=runs)
 
 
 def rank_passes(problem: AttentionConfig, ring: Ring, device: torch.device) -> RankPasses:

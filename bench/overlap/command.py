@@ -40,7 +40,7 @@ def overlap(
     ] = "0,1,2",
     chunks: Annotated[
         Any,
-        typer.Option(parser=flags.sizes, metavar="N,…", help="Number of head groups, sent and computed separately."),
+        typer.Option(parser=flags.sizes, metavar="N,…", help=flags.CHUNKS_HELP),
     ] = "1,2",
     link_share: Annotated[
         float,
@@ -73,7 +73,8 @@ def overlap(
         flags.check_mode(context, mode, context.params.keys() - {"link_share"})
     world = flags.resolve_world(world, max(2, torch.cuda.device_count() if on_gpu else 0))
     kv_heads = flags.resolve_kv_heads(heads, kv_heads)
-    flags.check_chunks(chunks, kv_heads)
+    if min(chunks) < 1:
+        raise typer.BadParameter(f"--chunks is {','.join(map(str, chunks))}: each number must be at least 1")
     transport = transport or ("auto" if on_gpu else "process_group")
     flags.check_transport_flag(transport, device, world)
     settings, reasons = ring_settings_grid(slots, prefetch, chunks, world)

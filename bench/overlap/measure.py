@@ -18,8 +18,8 @@ import torch
 
 from ...comm import DONE, Fence, Limits, Message, Transport
 from ...ring import Ring, loop
-from ...ring.backends import backward_backends, cat_chunks, forward_backends
-from ...ring.buffers import RingCall, Tensors, ignore_post
+from ...ring.backends import backward_backends, cat_heads, forward_backends
+from ...ring.buffers import RingCall, Tensors, chunk_runs, ignore_post
 from ...ring.local.registry import resolve_backend
 from ...ring.schedule.plan import Plan, plan
 from ..common.attention import AttentionConfig
@@ -89,7 +89,10 @@ class RankPasses:
         revise_plan: Callable[[Plan], Plan] | None = None,
     ) -> None:
         self._ring, self._backend = ring, resolve_backend(backend or "auto", device)
-        own = plan(problem.token_layout, problem.mask, ring.rank, ring.direction, device, ring.topology, ring.slots)
+        self._chunks = ring.chunks or 1
+        where = (ring.rank, ring.direction, device, ring.topology, ring.slots)
+        runs = chunk_runs(self._chunks, problem.kv_heads)
+        own = plan(problem.token_layout, problem.mask, *where, runs=runs)
         self._plan = own if revise_plan is None else revise_plan(own)
         self._scale = 1 / math.sqrt(problem.head_dim)
         self.nbytes = dict.fromkeys(PHASES, 0)
@@ -100,7 +103,7 @@ class RankPasses:
 
     def run(self, phase: str, kind: str) -> Tensors:
         """Run a phase in one of the three ways; return out and lse, or dq, dk and dv (nothing for communication)."""
-        with torch.no_grad(), self._ring.call(self._plan, phase, self.q, self.k) as call:
+        with torch.no_grad(), self._ring.call(self._plan, phase, self.q, self.k, chunks=self._chunks) as call:
             still_transports = [StillTransport(transport) for transport in call.transports] if kind == COMPUTE else []
             if still_transports:
                 call = replace(call, transports=tuple(still_transports), on_post=ignore_post)
@@ -111,22 +114,22 @@ class RankPasses:
 
     def _forward(self, call: RingCall, *, idle: bool) -> Tensors:
         if idle:
-            loop.forward(call, [IdleBackend() for _ in call.chunks], self.k, self.v)
+            loop.forward(call, [IdleBackend() for _ in call.heads], self.k, self.v)
             return ()
-        backends = forward_backends(self._backend, call.chunks, self.q, softmax_scale=self._scale)
+        backends = forward_backends(self._backend, call.heads, self.q, softmax_scale=self._scale)
         loop.forward(call, backends, self.k, self.v)
         outs, lses = zip(*(backend.result() for backend in backends), strict=True)
-        return cat_chunks(outs, 2), cat_chunks(lses, 1)
+        return cat_heads(outs, 2), cat_heads(lses, 1)
 
     def _backward(self, call: RingCall, *, idle: bool) -> Tensors:
         dkdv = torch.empty_like(self.k), torch.empty_like(self.v)
         if idle:
-            loop.backward(call, [IdleBackend() for _ in call.chunks], self.k, self.v, dkdv)
+            loop.backward(call, [IdleBackend() for _ in call.heads], self.k, self.v, dkdv)
             return ()
         tensors = (self.dout, self.q, self.out, self.lse)
-        backends = backward_backends(self._backend, call.chunks, *tensors, softmax_scale=self._scale)
+        backends = backward_backends(self._backend, call.heads, *tensors, softmax_scale=self._scale)
         loop.backward(call, backends, self.k, self.v, dkdv)
-        return cat_chunks([backend.result() for backend in backends], 2), *dkdv
+        return cat_heads([backend.result() for backend in backends], 2), *dkdv
 
 
 @dataclass(frozen=True)

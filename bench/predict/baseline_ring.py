@@ -99,7 +99,8 @@ class _Writer:
         world, nbytes = self.call.world, self.call.tokens * self.kv_row * itemsize
         to, source = (self.rank + 1) % world, (self.rank - 1) % world
         key = PostKey(self.phase, step, kind, step, 0)
-        self.ops.append(Op(INSIDE, kind.name, step, 0, after, 0, key, ((to, nbytes),), ((source, nbytes),)))
+        sends, receives = ((to, nbytes),), ((source, nbytes),)
+        self.ops.append(Op(INSIDE, kind.name, step, 0, after, key=key, sends=sends, receives=receives))
         self.costs.append(0.0)
         return {len(self.ops) - 1}
 

@@ -10,6 +10,7 @@ import torch
 
 from ...comm.topology.topology import Topology
 from ...kernels import FULL, Bounds
+from ...ring.buffers import chunk_runs
 from ...ring.ring import check_slots
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import Mask
@@ -59,9 +60,19 @@ class PredictedCall:
         if self.world % self.nodes:
             fits = ", ".join(str(n) for n in range(1, self.world + 1) if self.world % n == 0)
             raise ValueError(f"nodes is {self.nodes}: it must divide world, {self.world}, so use one of {fits}")
-        if not 1 <= self.chunks <= self.kv_heads:
-            raise ValueError(f"chunks is {self.chunks}: it must be between 1 and kv_heads, {self.kv_heads}")
+        if self.chunks < 1:
+            raise ValueError(f"chunks is {self.chunks}: it must be at least 1")
         check_slots(self.slots, None, self.hops_per_turn)  # raise as Ring does
+
+    @property
+    def runs(self) -> int:
+        """Runs of tokens that each shard is cut into."""
+        return chunk_runs(self.chunks, self.kv_heads)
+
+    @property
+    def head_groups(self) -> int:
+        """Groups of heads, each computed by its own launches."""
+        return self.chunks // self.runs
 
     @property
     def per_node(self) -> int:
@@ -113,15 +124,16 @@ class PredictedCall:
         return layout
 
     def plans(self) -> list[Plan]:
-        """Return the plan of every rank; those of plain calls have no bounds, because these take long to compute."""
+        """Return the plan of every rank; those of most plain calls have no bounds, which take long to compute."""
         ring_schedule = schedule(self.token_layout, self.mask, topology=self.topology, slots=self.slots)
-        if self.is_plain and {*ring_schedule.lengths} == {self.tokens}:  # few contiguous shards: not all keys are sent
+        # few contiguous shards: not all keys are sent
+        if self.is_plain and self.runs == 1 and {*ring_schedule.lengths} == {self.tokens}:
             return [self._plain_plan(ring_schedule, rank) for rank in range(self.world)]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # thousands of short searches: several threads would be slower
         try:
-            call = self.token_layout, self.mask
-            return [plan(*call, rank, 1, CPU, self.topology, self.slots) for rank in range(self.world)]
+            call, runs = (self.token_layout, self.mask), self.runs
+            return [plan(*call, rank, 1, CPU, self.topology, self.slots, runs=runs) for rank in range(self.world)]
         finally:
             torch.set_num_threads(threads)
 
@@ -193,7 +205,7 @@ class PredictedCall:
     def memory(self, *, backward: bool = True) -> dict[str, int]:
         """Return the bytes of a rank by purpose, at the peak of a forward with or without a backward."""
         parts = ring_parts(self.config, self.ring_form, backward=backward)
-        if not backward and self.chunks > 1:
+        if not backward and self.head_groups > 1:
             parts["out of the chunks"] = self.batch * self.tokens * self.heads * self.head_dim * self.itemsize
         return parts
 

@@ -48,8 +48,10 @@ class Op:
     chunk: int
     after: tuple[int, ...]
     """Indices of earlier operations of the program."""
-    part: int = 0
-    """Index of the part of the hop's mask that a launch computes."""
+    keys: int = 0
+    """Keys of a launch."""
+    bounds: Bounds = FULL
+    """Mask of a launch."""
     key: PostKey | None = None
     sends: tuple[tuple[int, int], ...] = ()
     """(peer, bytes) of a group, one entry per peer."""
@@ -74,19 +76,22 @@ def record_program(
     computes, and adds received dK/dV in a separate operation.
     """
     recorder = _Recorder(call, on_host)
-    send_index = None if plan.send_index is None else plan.send_index.to(META)
-    # The loops pass bounds on without reading them.
-    blank = tuple(tuple(part._replace(bounds=FULL) for part in parts) for parts in plan.hop_masks)
-    loop_call = recorder.loop_call(replace(plan, hop_masks=blank, send_index=send_index), phase)
+    loop_call = recorder.loop_call(_on_meta(plan), phase)
     shape = (call.batch, tokens or call.tokens, call.kv_heads, call.head_dim)
     k, v = (torch.empty(shape, dtype=DTYPES[call.dtype], device=META) for _ in range(2))
-    backends = [_Backend(recorder, heads.number) for heads in loop_call.chunks]
+    backends = [_Backend(recorder, heads.number) for heads in loop_call.heads]
     if phase == "forward":
         loop.forward(loop_call, backends, k, v)
     else:
         loop.backward(loop_call, backends, k, v, (torch.empty_like(k), torch.empty_like(v)))
     recorder.point()
     return Program(plan.rank, phase, tuple(recorder.ops))
+
+
+def _on_meta(plan: Plan) -> Plan:
+    """Return the plan with indices on the meta device."""
+    send_index = None if plan.send_index is None else plan.send_index.to(META)
+    return replace(plan, send_index=send_index, runs=tuple(map(_on_meta, plan.runs)))
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,6 @@ class _Recorder:
     waiting: set[int] = field(default_factory=set)  # operations that the next launch waits for
     last: int | None = None  # previous launch
     hop: int = 0
-    part: int = 0
 
     def loop_call(self, plan: Plan, phase: str) -> RingCall:
         call = self.call
@@ -126,7 +130,7 @@ class _Recorder:
             kv_slots=_Slots((plan.kv_slots + (wire is not None)) * call.chunks, META),
             dkv_slots=_Slots(plan.dkv_slots * call.chunks, META),
             record_span=self.span,
-            chunks=split_heads(call.chunks, call.heads, call.kv_heads),
+            heads=split_heads(call.head_groups, call.heads, call.kv_heads),
             prefetch=call.prefetch,
             wire=wire,
             grad_wire=grad_wire,
@@ -135,18 +139,18 @@ class _Recorder:
 
     @contextmanager
     def span(self, kind: str, hop: Hop) -> Iterator[None]:
-        self.hop, self.part = hop.index, 0
+        self.hop = hop.index
         yield
 
-    def launch(self, what: str, chunk: int) -> None:
-        self.ops.append(Op(COMPUTE, what, self.hop, chunk, tuple(sorted(self.waiting)), self.part))
+    def launch(self, what: str, heads: int = 0, keys: int = 0, bounds: Bounds = FULL) -> None:
+        self.ops.append(Op(COMPUTE, what, self.hop, heads, tuple(sorted(self.waiting)), keys, bounds))
         self.waiting.clear()
         self.last = len(self.ops) - 1
 
     def point(self) -> int | None:
         """Return the index of a launch by whose end all operations waited for have ended; None if there is none."""
         if self.waiting:
-            self.launch(POINT, 0)
+            self.launch(POINT)
         return self.last
 
     def post(
@@ -157,7 +161,7 @@ class _Recorder:
             before.add(reached)
         moved = (_by_peer(messages) for messages in (sends, receives))
         # `posted` fills in the contents next
-        self.ops.append(Op(stream, "", self.hop, 0, tuple(sorted(before)), 0, None, *moved))
+        self.ops.append(Op(stream, "", self.hop, 0, tuple(sorted(before)), 0, FULL, None, *moved))
         return _OpEnd(self, len(self.ops) - 1)
 
     def posted(self, key: object, fence: Fence, after: object, sent: object, received: object) -> None:
@@ -210,10 +214,10 @@ class _RecordedWire:
         return self.wire.specs(shape)
 
     def encode(self, x: Tensor, into: Tensors) -> None:
-        self.recorder.launch(ENCODE, 0)
+        self.recorder.launch(ENCODE, keys=x.shape[1])
 
     def decode(self, wire: Tensors, into: Tensor) -> None:
-        self.recorder.launch(DECODE, 0)
+        self.recorder.launch(DECODE, keys=into.shape[1])
 
 
 @dataclass
@@ -221,13 +225,13 @@ class _Backend:
     """Backend that records launches and computes nothing; ``dkdv`` waits for accumulators as real backends do."""
 
     recorder: _Recorder
-    chunk: int
+    heads: int
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
-        self._launch(FOLD)
+        self.recorder.launch(FOLD, self.heads, k.shape[1], bounds)
 
     def dq(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool) -> None:
-        self._launch(DQ)
+        self.recorder.launch(DQ, self.heads, k.shape[1], bounds)
 
     def dkdv(
         self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool,
@@ -235,15 +239,11 @@ class _Backend:
     ) -> None:  # fmt: skip
         if accum is not None and not self.recorder.on_host:
             accum()
-        self._launch(DKDV)
+        self.recorder.launch(DKDV, self.heads, k.shape[1], bounds)
         if self.recorder.on_host:
             if accum is not None:
                 accum()
-            self.recorder.launch(ADD, self.chunk)
+            self.recorder.launch(ADD, self.heads, k.shape[1])
 
     def result(self) -> Any:
         """Return None, because nothing was computed."""
-
-    def _launch(self, what: str) -> None:
-        self.recorder.launch(what, self.chunk)
-        self.recorder.part += 1

@@ -133,13 +133,15 @@ def record_ring(call: PredictedCall, phase: str) -> tuple[tuple[Plan, Program], 
 def _simulated(
     call: PredictedCall, speed: Speed, links: ClusterLinks, perturbation: Perturbation, phase: str, tokens: Any
 ) -> Pass:
-    plain = call.is_plain
-    tokens = call.tokens if tokens is None else tokens
-    recorded = record_ring(replace(call, tokens=RECORDED_TOKENS) if plain else call, phase)
-    price = _plain_price(call, speed, tokens) if plain else _price(call, speed)
+    tokens, small, factor = call.tokens if tokens is None else tokens, call, 1.0
+    if call.is_plain:
+        small, factor = replace(call, tokens=RECORDED_TOKENS), tokens / RECORDED_TOKENS
+    recorded = record_ring(small, phase)
+    is_formula = call.is_plain and call.runs == 1
+    price = _plain_price(call, speed, tokens) if is_formula else _price(small, speed, factor)
     costs = [[price(plan, op) if op.stream == COMPUTE else 0.0 for op in program.ops] for plan, program in recorded]
     programs = [program for _, program in recorded]
-    message = message_cost(call, links, tokens / RECORDED_TOKENS if plain else 1.0)
+    message = message_cost(call, links, factor)
     return simulate_pass(programs, costs, message, speed.beside, lambda op: speed.host, perturbation)
 
 
@@ -209,16 +211,17 @@ def _plain_price(call: PredictedCall, speed: Speed, tokens: Any) -> Callable[[Pl
     return price
 
 
-def _price(call: PredictedCall, speed: Speed) -> Callable[[Plan, Op], Seconds]:
-    """Return a function for the seconds of a launch of any ring, with the areas of the plan's bounds."""
+def _price(call: PredictedCall, speed: Speed, factor: Any) -> Callable[[Plan, Op], Seconds]:
+    """Return a function for the seconds of a launch of any ring, with the areas of its bounds.
+
+    ``factor`` is the number of tokens per recorded token.
+    """
 
     def price(plan: Plan, op: Op) -> Seconds:
-        rows = call.token_layout.lengths[plan.rank]
-        hop_masks, keys = plan.hop_masks[op.hop], plan.lengths[op.hop] if op.hop else rows
-        area = Area(0, rows, keys, 0, 0)
-        if hop_masks:
-            area = _area(hop_masks[min(op.part, len(hop_masks) - 1)].bounds, rows, keys)
-        return float(speed.seconds(op.what, area, call, hop=op.hop))
+        pairs, *others = _area(op.bounds, call.token_layout.lengths[plan.rank], op.keys)
+        area = Area(pairs * factor**2, *(count * factor for count in others))
+        seconds = speed.seconds(op.what, area, call, hop=op.hop)
+        return seconds if np.ndim(seconds) else float(seconds)
 
     return price
 

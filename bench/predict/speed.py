@@ -80,7 +80,7 @@ class Speed:
 
     def product_seconds(self, area: Area, call: PredictedCall, *, backward: bool = False) -> Seconds:
         """Return the seconds of the matrix products of one forward launch, or of both backward kernels together."""
-        heads, wave = call.batch * call.heads / call.chunks, self.multiprocessors * TILE_ROWS
+        heads, wave = call.batch * call.heads / call.head_groups, self.multiprocessors * TILE_ROWS
         operations = heads * (area.pairs + self.edge * area.edges)
         work = np.maximum(operations + IDLE_WAVE_SHARE * wave * area.longest, wave * area.longest)
         flops = FORWARD_FLOPS * call.head_dim * work
@@ -92,7 +92,8 @@ class Speed:
 
     def seconds(self, what: str, area: Area, call: PredictedCall, *, hop: int) -> Seconds:
         """Return the seconds of the launch ``what``, such as ``FOLD``, on one chunk; hop 0 reads no state."""
-        heads, kv_heads = (call.batch * count / call.chunks * call.head_dim for count in (call.heads, call.kv_heads))
+        each = call.batch * call.head_dim / call.head_groups
+        heads, kv_heads = call.heads * each, call.kv_heads * each
         if what == POINT:
             return 0.0
         if what == ADD:

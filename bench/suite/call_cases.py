@@ -99,7 +99,7 @@ CALL_CASES = {
     "ALiBi of each row": CallCase(
         "contiguous", "float32", CAUSAL | {"alibi_slopes": torch.stack((SLOPES, SLOPES / 3))}
     ),
-    "dropout, chunks": CallCase(options=CAUSAL | DROPOUT, ring={"chunks": 2}),
+    "dropout, chunks of heads and tokens": CallCase(options=CAUSAL | DROPOUT, ring={"chunks": 4}),
     "fp32, dropout and softcap": CallCase("striped", "float32", CAUSAL | DROPOUT | {"softcap": 5.0}),
     "sinks": CallCase(sink=True),
     "fp32, sinks and a window": CallCase("contiguous", "float32", CAUSAL | {"window_size": (60, None)}, sink=True),

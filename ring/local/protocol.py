@@ -51,12 +51,13 @@ class Supports:
 
 
 class LocalForward(Protocol):
-    """Forward of one call and one chunk of heads; keeps the softmax state between shards of keys."""
+    """Forward of one call and one group of heads; keeps the softmax state between shards of keys."""
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
         """Add one shard of keys to the state.
 
-        Called at least once per forward, and once for each shard and each part of the mask.
+        Called at least once per forward, and once for each shard and each part of the mask. A shard may come in
+        several runs of keys.
 
         Args:
             k: ``[B, Sk, Hkv, D]``, any strides with a unit last one; Sk may be 0. Do not keep ``k`` or ``v``: their
@@ -75,11 +76,12 @@ class LocalForward(Protocol):
 
 
 class LocalBackward(Protocol):
-    """Backward of one call and one chunk of heads; keeps dQ between shards of keys.
+    """Backward of one call and one group of heads; keeps dQ between shards of keys.
 
     The ring first asks for dQ of this rank's own shard. Then it asks for dK/dV and dQ of every other shard, and last
     for dK/dV of the own shard. This order hides transfers behind compute. In a two-level ring the first shard of each
-    node is treated like the own shard. A kernel that computes dQ, dK and dV at once may do so in either method.
+    node is treated like the own shard. A shard may come in several runs of keys, in the same order in both methods. A
+    kernel that computes dQ, dK and dV at once may do so in either method.
     """
 
     def dq(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
@@ -111,7 +113,7 @@ class LocalBackward(Protocol):
 class LocalAttention(Protocol):
     """A local kernel, for ``ring_attention(..., backend=...)`` and :func:`register_backend`.
 
-    Every call makes one forward per chunk of heads, and one backward from the results over all shards. Both may keep
+    Every call makes one forward per group of heads, and one backward from the results over all shards. Both may keep
     their arguments until the call ends.
 
     A kernel may also have two optional methods. ``check(q, v, *, scores, block, config)`` raises if a call does not

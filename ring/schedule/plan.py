@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import accumulate, chain, pairwise, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from ...kernels import BlockSparseIndex, Bounds, Scores
 from ...kernels.shared_cache import SharedCache, SharedValue
 from .layout import Layout
 from .mask import Mask, bounds
-from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, kv_slot_at, schedule
-from .visibility import sent_keys
+from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, Schedule, kv_slot_at, schedule
+from .visibility import cut_keys
 
 if TYPE_CHECKING:
     from ...comm.topology.topology import Topology
@@ -39,7 +39,11 @@ class KvPost(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's part of a schedule, with the bounds of each hop."""
+    """One rank's part of a schedule, with the bounds of each hop.
+
+    If the shards are cut along tokens, every run of tokens has a plan of its own, with the same number of hops. The
+    plan of the call then has the hops of the first run, and the edges and slots of all ``runs``.
+    """
 
     rank: int
     hops: tuple[Hop, ...]
@@ -49,22 +53,34 @@ class Plan:
     lengths: tuple[int, ...]  # keys that are sent, of the shard of each hop
     max_shard_keys: int  # keys that are sent of the longest shard, which every slot must hold
     send_index: torch.Tensor | None  # indices of the own keys that are sent, int64 on the device; None: all
-    last_launch_hop: int  # index of the last hop that launches
+    last_launch_hop: int  # index of the last hop that launches; -1 if another run launches last
     slots: int  # slots that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # edges of all ranks, per level
     returns_early: bool  # dK/dV of some shard return to their root before an outer step ends
     dkv_returns: dict[int, Hop]  # hop index -> root whose dK/dV return to it after that hop
+    own_keys: slice = field(default_factory=lambda: slice(None))  # keys of this rank's shard that the plan covers
+    runs: tuple[Plan, ...] = ()
+
+    def run(self, chunk: int) -> Plan:
+        """Return the plan of a chunk."""
+        return self.runs[chunk % len(self.runs)] if self.runs else self
 
     def device_tensors(self) -> Iterator[torch.Tensor | None]:
         """Yield the device tensors that were created with the plan."""
-        yield self.send_index
-        for hop_mask in chain.from_iterable(self.hop_masks):
-            yield from (hop_mask.bounds.lo, hop_mask.bounds.hi, hop_mask.bounds.seqused_k)
+        for run in self.runs or (self,):
+            yield run.send_index
+            for hop_mask in chain.from_iterable(run.hop_masks):
+                yield from (hop_mask.bounds.lo, hop_mask.bounds.hi, hop_mask.bounds.seqused_k)
 
     @property
     def two_level(self) -> bool:
         """True if K/V cross between nodes."""
         return self.inner < len(self.hops)
+
+    @property
+    def returns_once(self) -> bool:
+        """True if dK/dV of the own shard return once, and cover all of its keys."""
+        return not self.two_level and self.send_index is None
 
     def is_outer_root(self, hop: Hop) -> bool:
         """Return True if the hop is the first of an outer step. Its K/V stay in their slot for the whole outer step."""
@@ -73,7 +89,8 @@ class Plan:
     @cached_property
     def mask_kinds(self) -> frozenset[tuple[bool, bool, bool]]:
         """Fields of the bounds that kernels are compiled for: whether lo, seqused_k and block_sparse are None."""
-        parts = [hop_mask.bounds for hop_mask in chain.from_iterable(self.hop_masks)]
+        hop_masks = chain.from_iterable(run.hop_masks for run in self.runs or (self,))
+        parts = [hop_mask.bounds for hop_mask in chain.from_iterable(hop_masks)]
         return frozenset((part.lo is None, part.seqused_k is None, part.block_sparse is None) for part in parts)
 
     @cached_property
@@ -203,13 +220,15 @@ def plan(
     topology: Topology | None = None,
     slots: int = KV_SLOTS,
     kv_layout: Layout | None = None,
+    runs: int = 1,
 ) -> Plan:
     """Return the plan of ``rank``, ready on the current stream of ``device``. Cached.
 
-    The arguments are those of :func:`.schedule.schedule`. The plan is a pure function of them, so that all ranks agree
+    The arguments are those of :func:`.schedule.schedule`, and the number of runs of tokens that every shard is cut
+    into, see :func:`.visibility.cut_keys`. The plan is a pure function of them, so that all ranks agree
     on the transfers without communication.
     """
-    return _shared_plan(layout, mask, rank, direction, device, topology, slots, kv_layout).read()
+    return _shared_plan(layout, mask, rank, direction, device, topology, slots, kv_layout, runs).read()
 
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
@@ -222,16 +241,43 @@ def _shared_plan(
     topology: Topology | None,
     slots: int,
     kv_layout: Layout | None,
+    runs: int,
 ) -> SharedValue[Plan]:
     keys = layout if kv_layout is None else kv_layout
     full = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
+    cut = cut_keys(layout, mask, keys, runs)
+    each = (full if runs == 1 else full.select_keys(layout, mask, *run) for run in cut)
+    plans = [_rank_plan(own, mask, Positions(layout, *run, rank, device)) for own, run in zip(each, cut, strict=True)]
+    made = plans[0] if runs == 1 else _join_runs(plans, [run.lengths[rank] for run, _ in cut])
+    return SharedValue(made, made.device_tensors())
+
+
+def _join_runs(plans: list[Plan], lengths: list[int]) -> Plan:
+    """Return the plan of all runs of tokens; ``lengths`` are those of the runs of the own shard."""
+    _, last = max((plan.last_launch_hop, number) for number, plan in enumerate(plans))
+    own_keys = starmap(slice, pairwise(accumulate(lengths, initial=0)))
+    runs = tuple(
+        replace(plan, own_keys=keys, last_launch_hop=plan.last_launch_hop if number == last else -1)
+        for number, (plan, keys) in enumerate(zip(plans, own_keys, strict=True))
+    )
+    inside, between = (tuple(sorted({*chain(*edges)})) for edges in zip(*(plan.edges for plan in plans), strict=True))
+    return replace(
+        runs[0],
+        runs=runs,
+        edges=(inside, between),
+        max_shard_keys=max(plan.max_shard_keys for plan in plans),
+        returns_early=any(plan.returns_early for plan in plans),
+    )
+
+
+def _rank_plan(full: Schedule, mask: Mask, positions: Positions) -> Plan:
+    """Return the plan of one rank for the keys of ``positions``."""
+    rank, keys, sent, device = positions.rank, positions.kv_layout, positions.sent, positions.device
     hops = full.hops(rank)
-    sent = sent_keys(layout, mask, keys)
-    positions = Positions(layout, keys, sent, rank, device)
     send_index = None
     if keys.lengths[rank] != sent.lengths[rank]:
         send_index = torch.searchsorted(keys.positions(rank), sent.positions(rank)).to(device)
-    made = Plan(
+    return Plan(
         rank=rank,
         hops=hops,
         inner=full.inner,
@@ -242,7 +288,7 @@ def _shared_plan(
         max_shard_keys=max(sent.lengths),
         send_index=send_index,
         last_launch_hop=max((hop.index for hop in hops if hop.computes), default=0),
-        slots=slots,
+        slots=full.slots,
         edges=full.edges,
         returns_early=full.returns_early,
         dkv_returns={
@@ -251,4 +297,3 @@ def _shared_plan(
             if root.dkv_from is not None
         },
     )
-    return SharedValue(made, made.device_tensors())

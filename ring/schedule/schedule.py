@@ -187,7 +187,7 @@ class Schedule:
     @property
     def early_slot(self) -> int:
         """Slot of dK/dV that return to their root while the rotating slots still serve other shards."""
-        return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
+        return DKV_SLOTS + (RAIL_SLOTS if len(self.outer_steps) > 1 else 0)
 
     def node_sees(self, shard: int, outer: int) -> bool:
         """Return True if a rank of the node that ``shard`` visits in outer step ``outer`` computes with the shard."""
@@ -202,6 +202,11 @@ class Schedule:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank is {rank}: the schedule has ranks 0 to {self.world - 1}")
         return tuple((_away if index % self.inner else _root)(self, rank, index) for index in range(self.count))
+
+    def select_keys(self, layout: Layout, mask: Mask, keys: Layout, sent: Layout) -> Schedule:
+        """Return the schedule with the same hops for ``keys``, a part of each shard, of which ``sent`` are sent."""
+        seen = active_shards(layout, mask, keys)[self.ranks, np.arange(layout.world)[:, None]]
+        return replace(self, active=tuple(map(tuple, seen.tolist())), lengths=sent.lengths)
 
     def bytes(self, kv_bytes: int, dkv_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
         """Return the bytes that each rank sends in one pass.
@@ -292,9 +297,8 @@ def schedule(
 def _schedule(
     layout: Layout, mask: Mask, keys: Layout, direction: int, nodes: tuple[tuple[int, ...], ...], slots: int
 ) -> Schedule:
-    plan = Schedule(nodes, direction, (), sent_keys(layout, mask, keys).lengths, slots)
-    seen = active_shards(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
-    seen = seen.reshape(layout.world, len(plan.outer_steps), len(plan.steps))
+    plan = Schedule(nodes, direction, (), (), slots).select_keys(layout, mask, keys, sent_keys(layout, mask, keys))
+    seen = np.array(plan.active).reshape(layout.world, len(plan.outer_steps), len(plan.steps))
     lengths = np.array(plan.lengths, dtype=np.int64)
     outers, steps = order_distances(np.asarray(seen.any(axis=2))[:, None], lengths), order_distances(seen, lengths)
     active = seen[:, outers][:, :, steps].reshape(layout.world, -1).tolist()

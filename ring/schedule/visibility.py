@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .layout import Layout, Span
-from .mask import BlockMask, Mask
+from .mask import END, BlockMask, Mask
 
 # NumPy throughout: these are many small searches, and torch would start its threads for each.
 Vector = npt.NDArray[np.int64]
@@ -132,6 +133,7 @@ SENT_KEYS_CACHE_SIZE = 64  # cached layouts of the keys that are sent
 MAX_SENT_SHARE = (
     3 / 4
 )  # send a subset only below this share of the bytes: gathering keys and scattering dK/dV costs time
+CUT_TOKENS = 128  # tokens that share a scale of an fp8 wire, and a multiple of most tiles
 MAX_EDGES = 1 << 22  # largest number of interval edges times ranks; that many take 0.1 s
 PositionIntervals = tuple[Vector, Vector]  # starts and ends, ascending
 
@@ -151,6 +153,27 @@ def sent_keys(layout: Layout, mask: Mask, keys: Layout) -> Layout:
     if sum(span.length for rank_spans in spans for span in rank_spans) >= MAX_SENT_SHARE * keys.seqlen:
         return keys
     return Layout(spans)
+
+
+@lru_cache(maxsize=SENT_KEYS_CACHE_SIZE)
+def cut_keys(layout: Layout, mask: Mask, keys: Layout, count: int) -> tuple[tuple[Layout, Layout], ...]:
+    """Cut every shard into ``count`` runs of tokens; return for each run its keys, and those of them that are sent.
+
+    The runs of a shard have almost equal numbers of keys that are sent. They begin at whole blocks of a block-sparse
+    mask, and otherwise at multiples of ``CUT_TOKENS`` sent keys if the shard is long enough. Runs may be empty.
+    """
+    sent = sent_keys(layout, mask, keys)
+    if count == 1:
+        return ((keys, sent),)
+    runs: list[tuple[list[list[Span]], list[list[Span]]]] = [([], []) for _ in range(count)]
+    for rank, length in enumerate(sent.lengths):
+        unit = mask.blocks.block if mask.blocks is not None else CUT_TOKENS if length >= count * CUT_TOKENS else 1
+        cuts = ((length * run // count + unit // 2) // unit * unit for run in range(1, count))
+        starts = [0, *(int(sent.positions(rank)[cut]) if cut < length else END for cut in cuts), END]
+        for both, interval in zip(runs, pairwise(starts), strict=True):
+            for spans, whole in zip(both, (keys, sent), strict=True):
+                spans.append([*_clip_spans(whole.spans_per_rank[rank], *np.array(interval)[:, None])])
+    return tuple((Layout(own), Layout(moved)) for own, moved in runs)
 
 
 def _seen_by_others(layout: Layout, mask: Mask) -> Iterator[PositionIntervals] | None:

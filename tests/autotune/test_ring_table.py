@@ -49,7 +49,7 @@ def test_candidate_settings() -> None:
         *(("nccl_one_sided", chunks, None) for chunks in (1, 2, 4)),
         *(("nccl", chunks, channels) for chunks in (1, 2, 4) for channels in (None, 2, 4, 8, 16)),
     }
-    assert candidate_settings(POINT._replace(kv_heads=1), "cpu") == [DEFAULT]
+    assert candidate_settings(POINT._replace(kv_heads=1), "cpu") == [DEFAULT, RingSetting(chunks=2)]
     for candidate in candidates:
         with Ring(**candidate.arguments) as ring:
             assert (ring.chunks, ring.limits.channels) == (candidate.chunks, candidate.channels)

@@ -49,8 +49,6 @@ def test_flag_values_are_parsed() -> None:
     (flags.parse_pattern, ("strided,block=3",), "Write strided,block=SIZE,stride=SIZE"),
     (flags.parse_pattern, ("strided,block=3,stride=4,seed=2",), "'strided,block=3,stride=4,seed=2'"),
     (flags.resolve_kv_heads, (4, 3), "--heads is 4: it must be a multiple of --kv-heads, 3"),
-    (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: every value"),
-    (flags.check_chunks, ([0], 8), "--chunks is 0: every value"),
     (flags.check_transport_flag, ("magic", "cpu", 2), "--transport is 'magic': it must be one of auto, local"),
     (flags.check_transport_flag, ("nccl", "cpu", 2), "--transport is nccl: it works on cuda, not on cpu"),
     (

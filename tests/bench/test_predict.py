@@ -29,6 +29,7 @@ from ringattn.ring.buffers import PostKey, TransferKind
 from ringattn.ring.schedule.layout import Documents
 from ringattn.ring.schedule.mask import BlockMask, bigbird, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
+from ringattn.ring.schedule.visibility import cut_keys
 
 LINKS = ClusterLinks(PRESETS["nvlink4"], PRESETS["ib400"])
 H100 = gpu_speed("h100")
@@ -79,6 +80,36 @@ def test_predicted_programs_send_the_bytes_of_the_schedule(layout: Any, mask: Ma
             assert {*launched} - {0} == {hop.index for hop in plan.hops if hop.computes} - {0}
     assert call.memory()
     predict_passes(call, H100, LINKS)  # every send has a receive, and no rank waits forever
+
+
+@pytest.mark.parametrize(("nodes", "chunks", "layout"), [(1, 2, "zigzag"), (2, 4, "contiguous"), (2, 3, OWN)])
+def test_programs_of_runs_of_tokens(nodes: int, chunks: int, layout: Any) -> None:
+    call = replace(SMALL, kv_heads=1, chunks=chunks, nodes=nodes, layout=layout)
+    whole, per_token = schedule(call.token_layout, CAUSAL, topology=call.topology), 2 * call.kv_heads * call.head_dim
+    runs = [
+        whole.select_keys(call.token_layout, CAUSAL, *run)
+        for run in cut_keys(call.token_layout, CAUSAL, call.token_layout, chunks)
+    ]
+    for phase, dkv in zip(PASSES, (0, 4 * per_token), strict=True):
+        for plan in call.plans():
+            rows = call.token_layout.positions(plan.rank)
+            ops = record_program(call, plan, phase, tokens=len(rows)).ops
+            sent = sum(nbytes for op in ops for _, nbytes in op.sends)
+            assert sent == sum(run.bytes(2 * per_token, dkv)[plan.rank] for run in runs)
+            launches = [op for op in ops if op.what in (FOLD, DQ)]
+            assert sum(bounds_area(op.bounds, len(rows), op.keys).pairs for op in launches) == int((rows + 1).sum())
+    predict_passes(call, H100, LINKS)  # every send has a receive, and no rank waits forever
+
+
+def test_runs_of_tokens_are_priced_by_their_areas() -> None:
+    """Runs hide a part of the first transfer over a slow link."""
+    links = ClusterLinks(LinkSpeed(1e9, 0.0), LinkSpeed(1e9, 0.0))
+    whole = replace(SMALL, tokens=4096, heads=16, kv_heads=1, head_dim=128)
+    cut, speed = replace(whole, chunks=2), replace(H100, host=0.0, launch=0.0)
+    assert seconds(cut, links, speed)[0] < seconds(whole, links, speed)[0]
+    many = [predict_passes(cut, speed, links, tokens=np.array([4096, 8192]))[at].seconds for at in (0, 1)]
+    assert [times[0] for times in many] == pytest.approx(list(seconds(cut, links, speed)))
+    assert all(times[1] > 2 * times[0] for times in many)
 
 
 @pytest.mark.parametrize(("layout", "world", "nodes"), [("zigzag", 4, 2), ("striped", 3, 1), ("contiguous", 4, 1)])
@@ -180,6 +211,7 @@ def test_transfers_slow_concurrent_launches() -> None:
 @pytest.mark.parametrize("call", [
     PredictedCall(2048, 34, kv_heads=8), PredictedCall(1024, 36, "striped", Mask(), kv_heads=8, nodes=9),
     PredictedCall(1024, 36, kv_heads=8, nodes=9, two_level=False, chunks=2),
+    PredictedCall(1024, 34, kv_heads=1, chunks=2),
     PredictedCall(2048, 36, nodes=2, kv_heads=8, wire_dtype="bfloat16", dtype="float32"),
 ], ids=lambda call: f"{call.layout}-{call.world}-{call.nodes}")  # fmt: skip
 def test_extrapolated_rings_match_the_simulation(call: PredictedCall) -> None:

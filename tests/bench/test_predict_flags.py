@@ -61,7 +61,6 @@ REFUSED = {
     "--layout none.json --seqlen 8k": "--seqlen and --layout cannot be used together",
     f"--layout none.json {MAP}": "--layout and --sweep cannot be used together",
     "--slots 1 --world 4": "slots is 1: a ring of 4 ranks needs at least 2",
-    "--chunks 9 --kv-heads 8": "chunks is 9: it must be between 1 and kv_heads, 8",
     "--dtype fp32": "--dtype is float32: the GPU presets cover only float16 and bfloat16. Set --tflops or",
     "--tokens 4m": "GB for this attention alone",
     "--seqlen 1001": "--seqlen is 1,001: it must be a multiple of --world, 8, such as 1,000",

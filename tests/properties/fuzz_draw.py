@@ -114,7 +114,7 @@ def draw_ring(rng: Random, world: int) -> Literals:
     settings = {
         "slots": slots,
         "prefetch": rng.randrange(2),
-        "chunks": rng.choice([1, 2, 3]),
+        "chunks": rng.choice([1, 2, 3, 4]),
         "direction": -1,
         "topology": [order[:2], order[2:]] if world == 4 else [order],
         "wire_dtype": rng.choice(["bfloat16", "float8_e4m3fn"]),
@@ -193,7 +193,8 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
         pattern = draw_pattern(rng, tokens, block)
     elif not large and run != "kernels" and rng.random() < 0.1:
         pattern = draw_longformer(rng, min(tokens, 12) if triton else tokens)
-    heads, batch = ring.get("chunks", 1) + rng.choice([0, 0, 1]), rng.choice([1, 1, 2, 2, 3])
+    chunks = ring.get("chunks", 1)
+    heads, batch = rng.choice([chunks, chunks, chunks + 1, 1]), rng.choice([1, 1, 2, 2, 3])
     dims = [
         (16, 16),
         (16, 16),

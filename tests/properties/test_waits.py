@@ -75,6 +75,7 @@ REPLAYED = [
     *(("nccl", name) for name in ("full, then a longer window", "2 x 2, bfloat16 by wire", "halo", "halo, striped")),
     *(("nccl_one_sided", name) for name in ("fp8 by wire, two chunks", "2 x 2, contiguous", "single pass, two chunks")),
     *(("local", name) for name in ("documents", "two chunks", "parts of dK/dV")),
+    ("nccl", "2 x 3, window, three runs of tokens"),
     ("nccl", "single pass in turn, 2 x 2, contiguous"),
     *(("nccl", name) for name in ("2 x 2 by heads", "1 x 2 by heads, striped", "keys that a mask hides")),
 ]
@@ -112,7 +113,7 @@ TOPOLOGIES = [
 ]
 RINGS: dict[str, st.SearchStrategy[Any]] = {
     "slots": st.integers(2, 4),
-    "chunks": st.integers(1, 2),
+    "chunks": st.integers(1, 4),
     "direction": st.sampled_from([1, -1]),
     "wire_dtype": st.sampled_from([None, "bfloat16", "float8_e4m3fn"]),
     "grad_wire_dtype": st.sampled_from([None, "bfloat16"]),

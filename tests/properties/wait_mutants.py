@@ -52,7 +52,7 @@ NCCL = (
     "two chunks", "2 x 2, bfloat16 by wire", "forward twice", "full, then a longer window", "tokens that all see",
     "3 x 2, contiguous, then full", "bfloat16 by wire, skipped hops", "fp8 by wire, two chunks", "unshard", "halo",
     "nodes of 1 and 3, contiguous, two chunks, two slots", "nodes of 2 and 1, unshard",
-    "keys that stay", "2 x 2, keys that stay",
+    "keys that stay", "2 x 2, keys that stay", "2 x 3, window, three runs of tokens",
 )  # fmt: skip
 OTHERS = (
     "contiguous, other direction", "two slots, no prefetch", "2 x 2, contiguous", "forward twice", "documents",

@@ -14,7 +14,7 @@ from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import KernelConfig, Tile, attention_delta
 from ringattn.kernels.attention import ForwardLauncher
 from ringattn.kernels.single_pass import SinglePassLauncher
-from ringattn.ring import loop
+from ringattn.ring import loop, ops, prepare
 from ringattn.ring.local import fused
 
 from ..kernels.test_hopper import ON_HOPPER, Launches, launches
@@ -68,7 +68,7 @@ def test_hopper_ring_is_exact(launches: Launches, monkeypatch: pytest.MonkeyPatc
     for bound in (ForwardLauncher, SinglePassLauncher):
         monkeypatch.setattr(bound, "__call__", one_at_a_time(bound.__call__))
     layout, whole = Layout.zigzag(152, 2), inputs(152, (2, 1), (64, 64), HALF)
-    check_ring(layout, whole, causal=True, backend="triton", config=CONFIG, device=DEVICE)
+    check_ring(layout, whole, causal=True, backend="triton", config=CONFIG, device=DEVICE, ring={"chunks": 1})
     assert ON_HOPPER or len(launches.machines) == 2 * 2 * 2  # ranks, hops, batches
 
 
@@ -89,8 +89,52 @@ def single_pass(mode: str, **ring: Any) -> dict[str, Any]:
         (Layout.zigzag(40, 2), {"chunks": 2}, MODES[0]),
         (Layout.striped(41, 3), {}, MODES[1]),
         (Layout.uneven([3, 30, 0, 5]), {"chunks": 2, "topology": Topology.grid(2, 2)}, MODES[0]),
+        (Layout.uneven([3, 30, 0, 5]), {"chunks": 3, "topology": Topology.grid(2, 2)}, MODES[1]),
     ],
-    ids=["chunks", "deterministic", "two levels"],
+    ids=["chunks", "deterministic", "two levels", "runs of tokens"],
 )
 def test_single_pass_ring_is_exact(layout: Layout, ring: dict[str, Any], mode: str) -> None:
     check_ring(layout, inputs(layout.seqlen), causal=True, **single_pass(mode, **ring))
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_single_pass_backward_makes_two_chunks(adopted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree on the number, even if the backward of only one rank is a single pass."""
+    single, gather, asked = single_pass(MODES[0])["config"], Ring._gather, list[str]()
+    local = threading.local()
+
+    def count(self: Ring, value: object, what: str) -> list[object]:
+        asked.append(what)
+        return gather(self, value, what)
+
+    def adopt(*_: Any, needs_backward: bool, **__: Any) -> Any:
+        return (fused.TritonAttention(), single) if adopted and needs_backward and local.has_single_pass else None
+
+    def chunks(ring: Ring, *, has_single_pass: bool, dim: int = 16, kv_heads: int = 1, grad: bool = True) -> set[int]:
+        """Return the numbers of chunks of a call's passes."""
+        local.has_single_pass, local.seen = has_single_pass, set[int]()
+        q, k, v = (torch.randn(1, 6, heads, dim, requires_grad=grad) for heads in (2, kv_heads, kv_heads))
+        config = single if has_single_pass and not adopted else None
+        backend = "auto" if adopted else "triton"
+        out: Any = ring_attention(q, k, v, layout="zigzag", ring=ring, causal=True, backend=backend, config=config)
+        if grad:
+            out.sum().backward()
+        seen: set[int] = local.seen
+        return seen
+
+    def on_rank(group: Any) -> None:
+        one = group.rank() == 1
+        with Ring(group) as ring:
+            assert chunks(ring, has_single_pass=one, grad=False) == {1}
+            for kv_heads in (1, 2):
+                assert chunks(ring, has_single_pass=one, kv_heads=kv_heads) == {2}
+            assert chunks(ring, has_single_pass=False, dim=32) == {1}
+        for given in (1, 3):
+            with Ring(group, chunks=given) as ring:
+                assert chunks(ring, has_single_pass=one) == {given}
+
+    monkeypatch.setattr(Ring, "_gather", count)
+    monkeypatch.setattr(ops, "compile_kernels", lambda call, running, *_: local.seen.add(len(running.chunks)))
+    monkeypatch.setattr(prepare, "find_adopted_kernel", adopt)
+    run_ranks(2, on_rank)
+    assert len(asked) == 2 * 2  # once per rank and head dim

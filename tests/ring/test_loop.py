@@ -16,10 +16,12 @@ from ringattn.ring.schedule.schedule import schedule
 from ..support.rendezvous import run_ranks
 
 
-def lines(layout: Layout, *, topology: Topology | None = None, prefetch: int = 1, chunks: int = 1) -> list[list[str]]:
+def lines(
+    layout: Layout, *, topology: Topology | None = None, prefetch: int = 1, groups: int = 1, runs: int = 1
+) -> list[list[str]]:
     """Return what each rank did in a causal backward, in order."""
     whole = schedule(layout, Mask(causal=True), topology=topology)
-    return [rank.lines for rank in run_ranks(whole, "backward", prefetch=prefetch, chunks=chunks)]
+    return [rank.lines for rank in run_ranks(*[whole] * runs, phase="backward", prefetch=prefetch, groups=groups)]
 
 
 def test_dkv_transfers_overlap_with_dq() -> None:
@@ -58,8 +60,10 @@ def test_kv_of_later_hops_are_posted_behind_dkv() -> None:
         ]
 
 
-def test_each_chunk_is_sent_while_the_next_computes() -> None:
-    for line in lines(Layout.zigzag(16, 2), chunks=2):
+@pytest.mark.parametrize(("groups", "runs"), [(2, 1), (1, 2)])
+def test_each_chunk_is_sent_while_the_next_computes(groups: int, runs: int) -> None:
+    both_final = " final" if groups > 1 else ""  # every group of heads has a result of its own
+    for line in lines(Layout.zigzag(16, 2), groups=groups, runs=runs):
         assert line == [
             "post K/V 1: 2 out, 2 in",
             "post K/V 1 chunk 1: 2 out, 2 in",
@@ -67,7 +71,7 @@ def test_each_chunk_is_sent_while_the_next_computes() -> None:
             "dq",
             "dkdv",
             "post dK/dV: 2 out, 2 in",
-            "dq final",
+            f"dq{both_final}",
             "dkdv",
             "post dK/dV chunk 1: 2 out, 2 in",
             "dq final",
@@ -108,7 +112,7 @@ def test_rail_transfers_overlap_with_a_whole_outer_step() -> None:
 def test_only_the_last_part_of_the_last_hop_is_final(phase: str) -> None:
     """Any earlier part would round the result to the model dtype."""
     whole = schedule(Layout.contiguous(4, 2), Mask())
-    for rank in run_ranks(whole, phase, parts=2):
+    for rank in run_ranks(whole, phase=phase, parts=2):
         computed = [line for line in rank.lines if line.startswith(("out", "dq"))]
         assert [line.endswith("final") for line in computed] == [False, False, False, True]
 

@@ -11,7 +11,7 @@ from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.plan import Plan, plan
 from ringattn.ring.schedule.schedule import schedule
-from ringattn.ring.schedule.visibility import sent_keys
+from ringattn.ring.schedule.visibility import cut_keys, sent_keys
 
 from ..support.kernel_cases import dense_mask
 from ..support.layouts import Window, layouts, masks
@@ -70,6 +70,34 @@ def test_plan_matches_the_schedule_and_the_visible_pairs(
     assert steps.lengths == tuple(sent.lengths[hop.shard] for hop in steps.hops)
     assert steps.max_shard_keys == max(sent.lengths)
     assert (mine if steps.send_index is None else mine[steps.send_index]).equal(sent.positions(rank))
+
+
+@given(st.data(), layouts(max_world=6, max_seqlen=24), masks(), st.integers(2, 4))
+def test_plan_of_runs_matches_the_visible_pairs(data: st.DataObject, layout: Layout, mask: Mask, runs: int) -> None:
+    """Each run of the shards is planned as a shard of its own, and the plan of the call has room for all of them."""
+    rank = data.draw(st.integers(0, layout.world - 1))
+    topology = Topology.grid(2, layout.world // 2) if layout.world % 2 == 0 else None
+    call = plan(layout, mask, rank, 1, CPU, topology, runs=runs)
+    whole, mine = plan(layout, mask, rank, 1, CPU, topology), layout.positions(rank)
+    assert [hop.shard for hop in call.hops] == [hop.shard for hop in whole.hops]
+    launched, edges = [], [set[tuple[int, int]](), set[tuple[int, int]]()]
+    for number, (steps, (keys, sent)) in enumerate(zip(call.runs, cut_keys(layout, mask, layout, runs), strict=True)):
+        assert call.run(number) is call.run(number + runs) is steps
+        assert mine[steps.own_keys].equal(keys.positions(rank))
+        assert steps.lengths == tuple(sent.lengths[hop.shard] for hop in steps.hops)
+        assert max(steps.lengths) <= call.max_shard_keys
+        assert steps.dkv_slots <= call.dkv_slots
+        for hop, parts in zip(steps.hops, steps.hop_masks, strict=True):
+            theirs = (sent if hop.index else keys).positions(hop.shard)
+            pairs = sum(int(dense_mask(part.bounds, len(mine), len(theirs)).sum()) for part in parts)
+            assert pairs == visible_pairs(mask, mine, theirs)
+            assert bool(parts) == (pairs > 0 or hop.index == 0)
+            launched += [(hop.index, number)] if parts else []
+        for level in (0, 1):
+            edges[level] |= {*steps.edges[level]}
+    assert [steps.last_launch_hop for steps in call.runs if steps.last_launch_hop >= 0] == [max(launched)[0]]
+    assert call.runs[max(launched)[1]].last_launch_hop >= 0
+    assert call.edges == tuple(tuple(sorted(pairs)) for pairs in edges)
 
 
 def test_slots_do_not_grow_with_the_world() -> None:

@@ -72,6 +72,7 @@ TWO_LEVELS = {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
         pytest.param(Layout.striped(41, 3), {}, TRITON | {"causal": False}, marks=pytest.mark.nightly),
         (Layout.uneven([3, 30, 0, 5]), {}, TRITON),
         (Layout.uneven([3, 30, 0, 5]), {"heads": (3, 3)}, TRITON | {"ring": TWO_LEVELS}),
+        (Layout.uneven([3, 30, 0, 5]), {"heads": (2, 1)}, TRITON | {"ring": TWO_LEVELS | {"chunks": 4}}),
         (Layout.zigzag(40, 2), {"dtype": torch.float16}, TRITON),
         (Layout.contiguous(40, 3), {"dtype": torch.float16}, TRITON),
         pytest.param(SPANS, {}, TRITON | {"ring": {"direction": -1}}, marks=pytest.mark.nightly),
@@ -110,6 +111,25 @@ def test_chunks_prefetch_and_slots_are_exact(ring: dict[str, int], grid: str | N
     topology = GRIDS[grid] if grid else Topology.flat(4)
     layout, whole = LAYOUTS[name](50, topology.world), inputs(50, heads=(6, 3))
     check_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology}, calls=2)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    ("heads", "ring", "grid", "name"),
+    pairwise_cases(
+        [(4, 1), (4, 2)],
+        [{"chunks": 4}, {"chunks": 3, "slots": 2}, {"chunks": 5, "prefetch": 0, "direction": -1}],
+        [None, "2x2", "3x2"],
+        LAYOUTS,
+    ),
+)
+def test_more_chunks_than_key_heads_are_exact(
+    heads: tuple[int, int], ring: dict[str, int], grid: str | None, name: str
+) -> None:
+    """The tokens of a shard are cut; some shards have fewer tokens than chunks."""
+    topology = GRIDS[grid] if grid else Topology.flat(4)
+    layout, whole = LAYOUTS[name](50, topology.world), inputs(50, heads=heads)
+    check_ring(layout, whole, causal=name != "striped", backend="aten", ring=ring | {"topology": topology}, calls=2)
 
 
 def test_calls_of_different_shapes_share_one_ring() -> None:

@@ -134,6 +134,16 @@ def test_each_feature_is_exact(name: str, layout: str, world: int) -> None:
     check_case(case_of(world, layout, call | {"backend": "aten"}))
 
 
+@pytest.mark.parametrize(("number", "name"), [*enumerate([*MASKS, *PATTERNS, *SCORES])])
+def test_each_feature_is_exact_in_runs_of_tokens(number: int, name: str) -> None:
+    """Each case takes the next world, layout and ring; the kernels compute every fourth."""
+    backend = "aten" if number % 4 else "triton"
+    call = PATTERNS[name](BLOCK[backend]) if name in PATTERNS else (MASKS | SCORES)[name]
+    ring = {"chunks": 3} if number % 3 else {"chunks": 3, "topology": Topology.grid(2, 2), "direction": -1}
+    world = 2 + number % 3 if number % 3 else 4
+    check_case(case_of(world, [*LAYOUTS][number % 4], call | {"backend": backend}, sink=number % 2 == 0, ring=ring))
+
+
 # tests/kernels covers the features themselves; here the ring must pass each of them on
 LAUNCHED = (
     "islands",
@@ -195,7 +205,7 @@ def test_features_with_other_ring_settings(name: str, ring: dict[str, Any]) -> N
     check_case(case_of(4, "zigzag", (MASKS | SCORES)[name], sink=True, ring=ring))
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])  # two chunks share the heads evenly or unevenly
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (3, 1)])  # two chunks share the heads evenly or unevenly, or tokens
 def test_features_with_quantised_transfers(heads: tuple[int, int]) -> None:
     """K/V travel as fp8 and dK/dV as bfloat16; the reference uses the received keys."""
     ring = {"wire_dtype": torch.float8_e4m3fn, "grad_wire_dtype": torch.bfloat16, "chunks": 2}
@@ -204,8 +214,8 @@ def test_features_with_quantised_transfers(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     "ring",
-    [{}, {"chunks": 2, "direction": -1}, {"topology": Topology.grid(2, 2)}],
-    ids=["flat", "chunks backwards", "two levels"],
+    [{}, {"chunks": 2, "direction": -1}, {"topology": Topology.grid(2, 2)}, {"chunks": 3}],
+    ids=["flat", "chunks backwards", "two levels", "runs of tokens"],
 )
 def test_shards_that_are_sent_in_part(ring: dict[str, Any]) -> None:
     whole = inputs(TOKENS, heads=(2, 2))
@@ -287,7 +297,7 @@ def test_keys_with_another_layout(name: str | None, backend: str) -> None:
     call = (MASKS | SCORES).get(name or "", {}) | {"backend": backend}
     check_case(of_layout(queries, call, kv_layout=Layout.zigzag(TOKENS, 3)))
     if name in (None, "all scores"):
-        check_case(of_layout(Layout.striped(TOKENS, 3), call, kv_layout=Layout.contiguous(31, 3)))
+        check_case(of_layout(Layout.striped(TOKENS, 3), call, kv_layout=Layout.contiguous(31, 3), ring={"chunks": 3}))
 
 
 def test_blocks_between_queries_and_longer_keys() -> None:

@@ -15,6 +15,7 @@ from ringattn.comm.topology.topology import Topology
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import BlockMask, Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
+from ringattn.ring.schedule.visibility import cut_keys
 
 from ..support.layouts import NAMES, Window, build_layout, layouts, masks, visible_shards
 from ..support.nightly import rest_nightly
@@ -22,8 +23,8 @@ from ..support.plan_timing import clear_plan_caches, plan_within
 from ..support.rendezvous import computed_pairs, last_use_distance, run_ranks
 
 CAUSAL = Mask(causal=True)
-Settings = tuple[int, int, int]  # slots, prefetch, chunks
-USUAL = (3, 2, 1)
+Settings = tuple[int, int, int, int]  # slots, prefetch, groups of heads, runs of tokens
+USUAL = (3, 2, 1, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,11 @@ def rings(world: int) -> st.SearchStrategy[Topology]:
 @st.composite
 def settings(draw: st.DrawFn) -> Settings:
     slots = draw(st.integers(2, 4))
-    return slots, draw(st.integers(0, slots - 1)), draw(st.integers(1, 3))
+    return (
+        slots,
+        draw(st.integers(0, slots - 1)),
+        *draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2)])),
+    )
 
 
 def computed(plan: Schedule) -> list[tuple[int, int]]:
@@ -60,29 +65,41 @@ def check(
     topology: Topology | None = None,
     how: Settings = USUAL,
 ) -> None:
-    plan = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=how[0])
-    check_plan(plan, {*visible_shards(layout, mask, kv_layout or layout)}, how)
+    slots, _, _, runs = how
+    keys = kv_layout or layout
+    plan = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
+    cut = cut_keys(layout, mask, keys, runs)
+    plans = [plan] if runs == 1 else [plan.select_keys(layout, mask, *run) for run in cut]
+    check_plans(plans, [{*visible_shards(layout, mask, run)} for run, _ in cut], how)
 
 
-def check_plan(plan: Schedule, wanted: set[tuple[int, int]], how: Settings = USUAL) -> None:
+def check_plans(plans: list[Schedule], wanted: list[set[tuple[int, int]]], how: Settings) -> None:
+    """Check the schedules of all runs of tokens, each alone and all together in one loop."""
+    for plan, pairs in zip(plans, wanted, strict=True):
+        check_plan(plan, pairs)
+    check_loops(plans, wanted, how)
+
+
+def check_plan(plan: Schedule, wanted: set[tuple[int, int]]) -> None:
     check_hops(plan)
     check_order(plan)
     check_messages(plan)
     check_nothing_needless(plan)
     check_bytes(plan)
     assert sorted(computed(plan)) == sorted(wanted)  # each pair once
-    check_runs(plan, wanted, how)
 
 
-def check_runs(plan: Schedule, wanted: set[tuple[int, int]], how: Settings) -> None:
-    _, prefetch, chunks = how
-    each = sorted([*wanted] * chunks)
-    assert sorted(computed_pairs(run_ranks(plan, "forward", prefetch=prefetch, chunks=chunks), "out")) == each
-    ranks = run_ranks(plan, "backward", prefetch=prefetch, chunks=chunks)
+def check_loops(plans: list[Schedule], wanted: list[set[tuple[int, int]]], how: Settings) -> None:
+    _, prefetch, groups, _ = how
+    world = plans[0].world
+    each = sorted((rank, shard + run * world) for run, pairs in enumerate(wanted) for rank, shard in [*pairs] * groups)
+    ranks = run_ranks(*plans, phase="forward", prefetch=prefetch, groups=groups)
+    assert sorted(computed_pairs(ranks, "out")) == each
+    ranks = run_ranks(*plans, phase="backward", prefetch=prefetch, groups=groups)
     assert sorted(computed_pairs(ranks, "dq")) == sorted(computed_pairs(ranks, "dkdv")) == each
     for shard, rank in enumerate(ranks):
-        seers = Counter(rank for rank, source in wanted if source == shard)
-        assert rank.dkdv_of_own == [seers] * chunks
+        seers = [Counter(rank for rank, source in pairs if source == shard) for pairs in wanted]
+        assert rank.dkdv_of_own == seers * groups
 
 
 def place(plan: Schedule, rank: int) -> tuple[int, int]:
@@ -243,9 +260,13 @@ def test_active_ranges_of_any_visible_shards(data: st.DataObject, world: int, di
     outers, steps = data.draw(distances(len(nodes))), data.draw(distances(len(nodes[0])))
     hops = len(outers) * len(steps)
     rows = st.lists(st.booleans(), min_size=hops, max_size=hops)
-    active = tuple(map(tuple, data.draw(st.lists(rows, min_size=world, max_size=world))))
-    plan = Schedule(nodes, direction, active, tuple(range(1, world + 1)), how[0], outers, steps)
-    check_plan(plan, {(plan.rank_at(s, t), s) for s in range(world) for t in range(hops) if active[s][t]}, how)
+    plans, wanted = [], []
+    for _ in range(how[3]):
+        active = tuple(map(tuple, data.draw(st.lists(rows, min_size=world, max_size=world))))
+        plan = Schedule(nodes, direction, active, tuple(range(1, world + 1)), how[0], outers, steps)
+        plans.append(plan)
+        wanted.append({(plan.rank_at(s, t), s) for s in range(world) for t in range(hops) if active[s][t]})
+    check_plans(plans, wanted, how)
 
 
 def distances(count: int) -> st.SearchStrategy[tuple[int, ...]]:
@@ -297,9 +318,22 @@ def test_dkv_that_return_early_have_their_own_slot() -> None:
     short = schedule(Layout.contiguous(8, 4), Mask(causal=True, documents=Documents([0, 6, 8])))
     assert [short.hops(rank)[0].dkv_slot for rank in range(4)] == [1, 2, None, None]
     assert [short.hops(rank)[0].dkv_from for rank in range(4)] == [2, 2, None, None]
+    # in two nodes that exchange nothing, the slot is the first one behind the rotating ones as well
+    apart = Mask(causal=True, documents=Documents([0, 6, 8, 14, 16]))
+    check(Layout.contiguous(16, 8), apart, 1, topology=Topology.grid(2, 4))
+    assert schedule(Layout.contiguous(16, 8), apart, topology=Topology.grid(2, 4)).hops(1)[0].dkv_slot == 2
     for world in range(2, 9):
         whole = schedule(Layout.contiguous(world, world), Mask())
         assert {whole.hops(rank)[0].dkv_slot for rank in range(world)} == {world % 2}
+
+
+def test_runs_that_no_later_rank_sees_are_not_sent() -> None:
+    """Half of the keys of a causal zigzag shard stop at rank 0 if K/V move to the previous rank."""
+    layout = Layout.zigzag(4096, 4)
+    whole = schedule(layout, CAUSAL, direction=-1)
+    runs = [whole.select_keys(layout, CAUSAL, *run) for run in cut_keys(layout, CAUSAL, layout, 2)]
+    assert sum(whole.bytes(1)) == 4 * 3 * 1024
+    assert [sum(run.bytes(1)) for run in runs] == [4 * 3 * 512, (0 + 1 + 2 + 3) * 512]
 
 
 def test_equal_schedules_share_one_object() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,24 @@ def test_a_slot_holds_one_shard_at_a_time(flat: Traces, nodes: int, settings: di
         assert {span.phase for span in slots} == {"forward", "backward"}
         names = [span.name for span in slots if span.phase == "forward"]
         assert len(names) == len(set(names)) == WORLD - 1
+
+
+def test_runs_of_tokens_use_slots_of_their_own() -> None:
+    """The same bytes move as without chunks, and every run has a use of its slot for each shard."""
+    whole = schedule(Layout.zigzag(SEQLEN, WORLD), Mask(), direction=1, topology=Topology.grid(1, WORLD))
+    per_token, runs = 2 * HEADS * DIM * FP32, 3
+    for rank, (_, moved, slots) in enumerate(traces(causal=False, chunks=runs)):
+        sent = sum(span.nbytes for span in moved if span.kind == "send")
+        assert sent == whole.bytes(per_token)[rank] + whole.bytes(per_token, per_token)[rank]
+        received = Counter(span.name for span in moved if span.kind == "receive")
+        others = [other for other in range(WORLD) if other != rank]
+        assert received == {f"K/V of {other}": 2 * runs for other in others} | {
+            f"dK/dV of {other}": runs
+            for other in range(WORLD)
+            if other != (rank - 1) % WORLD  # starts their sum
+        }
+        names = Counter(span.name for span in slots if span.phase == "forward")
+        assert names == {f"K/V of {other}": runs for other in others}
 
 
 def test_a_wait_splits_the_compute_span(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from ringattn.ring.schedule.intervals import Intervals
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import BlockMask, Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
-from ringattn.ring.schedule.visibility import MAX_SENT_SHARE, active_shards, sent_keys
+from ringattn.ring.schedule.visibility import MAX_SENT_SHARE, active_shards, cut_keys, sent_keys
 
 from ..support.layouts import (
     NAMES,
@@ -93,6 +93,36 @@ def test_ranks_with_striped_and_contiguous_spans(data: st.DataObject, world: int
     layout = Layout([[(3 * rank, 3), stripe] for rank, stripe in enumerate(stripes)])
     mask = data.draw(masks().filter(lambda mask: mask.documents is None))  # the last document ends before these stripes
     check(layout, mask, layout)
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_runs_have_equal_numbers_of_sent_keys(
+    data: st.DataObject, count: int, world: int, block: int, sparse: bool
+) -> None:
+    layout, keys = (data.draw(block_layouts(7, block, world)) for _ in range(2))
+    mask = data.draw(masks(used=True).filter(lambda mask: type(mask) is Mask))
+    mask = replace(mask, blocks=data.draw(block_masks(7, 7, block))) if sparse else mask
+    sent, runs = sent_keys(layout, mask, keys), cut_keys(layout, mask, keys, count)
+    assert len(runs) == count
+    for number, whole in enumerate((keys, sent)):
+        for rank in range(world):
+            parts = [run[number].positions(rank) for run in runs]
+            assert torch.cat(parts).equal(whole.positions(rank))
+    for rank, length in enumerate(sent.lengths):
+        lengths = [run.lengths[rank] for _, run in runs]
+        assert max(lengths) - min(lengths) <= (2 * block if sparse else 1), (length, lengths)
+    for own, _ in runs:
+        active_shards(layout, mask, own)  # raises if a run begins inside a block
+
+
+def test_runs_of_long_shards_begin_at_whole_tiles() -> None:
+    layout = Layout.uneven([1000, 300, 200, 5, 0])
+    first, second = ([run.lengths for run in both] for both in cut_keys(layout, Mask(), layout, 2))
+    assert first == [(512, 128, 100, 2, 0)] * 2
+    assert second == [(488, 172, 100, 3, 0)] * 2
+    # the sent keys are shared evenly; the others stay with the sent key before them
+    narrow = cut_keys(layout, Mask(window=(0, 8)), layout, 2)
+    assert [[run.lengths[1] for run in both] for both in narrow] == [[4, 4], [296, 4]]
 
 
 PACKED = Documents(random_boundaries(MILLION, 8192, seed=0))

@@ -33,6 +33,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "documents": {"causal": True, "cu_seqlens": [0, 10, 40, 96]},
     "fp32": {"causal": True, "dtype": torch.float32},
     "chunks": {"causal": True, "ring": {"chunks": 2}},
+    "runs of tokens": {"causal": True, "ring": {"chunks": 3}},
     "wire": {"causal": True, "ring": {"wire_dtype": "float8_e4m3fn", "grad_wire_dtype": "bfloat16"}},
     "sink and softcap": {"softcap": 3.0, "learnable_sink": torch.zeros(4)},
     "dropout": {"causal": True, "dropout_p": 0.5, "dropout_seed": 3},

@@ -13,10 +13,11 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.reference.masks import evaluate_masks
 from ringattn.reference.scores import AttentionOptions
+from ringattn.ring.buffers import chunk_runs
 from ringattn.ring.prepare import Layouts, mask_from_options
 from ringattn.ring.schedule.intervals import Intervals
 from ringattn.ring.schedule.mask import BlockMask, Longformer
-from ringattn.ring.schedule.visibility import sent_keys
+from ringattn.ring.schedule.visibility import cut_keys
 from ringattn.ring.wire import Wire, resolve_grad_wire, resolve_wire
 
 from .baselines import ReferenceModifiers, Results, exact_with_sink, operator_lse, pytorch_with_sink
@@ -274,9 +275,10 @@ def arrived_sequence(case: RingCase, rank: int) -> dict[str, Tensor]:
     call = {name: value for name, value in case.call.items() if name in names}
     mask = mask_from_options(Layouts(case.layout, case.keys), case.whole["q"].shape[0], **call)
     wire = resolve_wire(case.ring["wire_dtype"], case.whole["k"].dtype)
-    moving = sent_keys(case.layout, mask, case.keys)
+    runs = chunk_runs(case.ring.get("chunks", 1), case.whole["k"].shape[2])
+    moving = [run for _, run in cut_keys(case.layout, mask, case.keys, runs)]
     whole = case.whole | {name: case.whole[name].clone() for name in "kv"}
-    for sent in (moving.positions(other) for other in range(moving.world) if other != rank):
+    for sent in (run.positions(other) for run in moving for other in range(run.world) if other != rank):
         for name in "kv":
             whole[name][:, sent] = send_over_wire(case.whole[name][:, sent], wire)
     return whole

@@ -2,8 +2,9 @@
 
 Every rank is a thread, and one thread runs at a time. Each level of the ring has one queue of groups per rank. The
 groups of a queue run one after the other, each when the fences in its ``after`` are done. A message moves when both its
-ends are in running groups. K/V hold the shard's number, and dK/dV count the ranks that added to them. A slot holds NaN
-from the start of its group until the message arrives, so that a late reader of the old contents fails.
+ends are in running groups. A shard has one token per run. K/V hold the number of shard and run, and dK/dV count the
+ranks that added to them. A slot holds NaN from the start of its group until the message arrives, so that a late reader
+of the old contents fails.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ringattn.comm import Fence, Message, Slots
 from ringattn.comm.transport import DONE, Edge
 from ringattn.ring import loop
 from ringattn.ring.buffers import INTER_NODE, INTRA_NODE, PostKey, RingCall, Tensors, TransferKind, split_heads
-from ringattn.ring.schedule.plan import HopMask, Plan
+from ringattn.ring.schedule.plan import HopMask, Plan, _join_runs
 from ringattn.ring.schedule.schedule import Schedule
 
 CPU = torch.device("cpu")
@@ -152,7 +153,7 @@ class RecordingRank:
 
     rank: int
     done: dict[str, Pairs] = field(default_factory=lambda: {"out": [], "dq": [], "dkdv": []})
-    """Every (rank, shard) that was computed, once per chunk."""
+    """Every (rank, shard) that was computed, once per group of heads; run r of a shard counts as shard + r * world."""
     dkdv_of_own: list[Counter[int]] = field(default_factory=list)
     """Per chunk, the ranks that added to dK/dV of this rank's shard."""
     lines: list[str] = field(default_factory=list)  # log of posts and launches as text
@@ -192,23 +193,25 @@ class RecordingRank:
             x[..., self.rank] += bounds.computes
 
     def run(self, call: RingCall, size: int) -> None:
-        k, v = (torch.full((1, 1, len(call.chunks), size), float(self.rank)) for _ in range(2))
-        backends: list[Any] = [self] * len(call.chunks)
+        tokens = torch.arange(len(call.plan.runs) or 1)[:, None, None] * size + self.rank
+        k, v = (tokens.float().repeat(1, 1, len(call.heads), size) for _ in range(2))
+        backends: list[Any] = [self] * len(call.heads)
         if call.phase == "forward":
             return loop.forward(call, backends, k, v)
         dkdv = tuple(x.fill_(torch.nan) for x in (k.clone(), v.clone()))
         loop.backward(call, backends, k, v, dkdv)
         assert dkdv[0].equal(dkdv[1])
-        counts = [enumerate(chunk.int().tolist()) for chunk in dkdv[0][0, 0]]
+        counts = [enumerate(chunk.int().tolist()) for chunk in dkdv[0][0].transpose(0, 1).flatten(0, 1)]
         self.dkdv_of_own = [Counter({rank: count for rank, count in chunk if count}) for chunk in counts]
 
 
-def plan_steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
-    """Return a plan of one-token shards whose masks are the hops themselves."""
+def plan_steps(plan: Schedule, rank: int, parts: int = 1, run: int = 0) -> Plan:
+    """Return a plan of one-token shards whose masks are the hops themselves, with the number of shard and run."""
     hops = plan.hops(rank)
+    named = [replace(hop, shard=hop.shard + run * plan.world) for hop in hops]
     masks = [
         tuple(HopMask(hop, None, hop.shard) for _ in range(parts if hop.computes or not hop.index else 0))  # type: ignore[arg-type]
-        for hop in hops
+        for hop in named
     ]
     return Plan(
         rank=rank,
@@ -220,7 +223,7 @@ def plan_steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
         send_index=None,
         last_launch_hop=max((hop.index for hop in hops if hop.computes), default=0),
         slots=plan.slots,
-        edges=((), ()),
+        edges=plan.edges,
         returns_early=plan.returns_early,
         dkv_returns={
             root.index + last_use_distance(plan, root.shard, root.index): root
@@ -235,17 +238,24 @@ def last_use_distance(plan: Schedule, shard: int, begin: int) -> int:
     return max(step for step in range(plan.inner) if not step or plan.active[shard][begin + step])
 
 
-def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1, parts: int = 1) -> list[RecordingRank]:
-    """Run a forward or a backward on all ranks, with ``parts`` mask parts per hop, and check the posts."""
+def run_ranks(
+    plan: Schedule, *more_runs: Schedule, phase: str, prefetch: int = 2, groups: int = 1, parts: int = 1
+) -> list[RecordingRank]:
+    """Run a forward or a backward on all ranks, with ``parts`` mask parts per hop, and check the posts.
+
+    Chunks are ``groups`` of heads, and runs of tokens if there are ``more_runs``, with a schedule for each.
+    """
     world, ranks = RendezvousWorld(plan.world), [RecordingRank(rank) for rank in range(plan.world)]
 
     def run_rank(rank: int) -> None:
-        own_plan = plan_steps(plan, rank, parts)
-        transports: Any = tuple(LevelTransport(world, level, rank, edges) for level, edges in enumerate(plan.edges))
+        steps = [plan_steps(run, rank, parts, number) for number, run in enumerate((plan, *more_runs))]
+        own_plan = _join_runs(steps, [1] * len(steps)) if more_runs else steps[0]
+        chunks = groups * len(steps)
+        transports: Any = tuple(LevelTransport(world, level, rank, edges) for level, edges in enumerate(own_plan.edges))
         call = RingCall(
             plan=own_plan, phase=phase, transports=transports, kv_slots=Slots(own_plan.kv_slots * chunks, CPU),
             dkv_slots=Slots(own_plan.dkv_slots * chunks, CPU), record_span=lambda kind, hop: nullcontext(),
-            chunks=split_heads(chunks, chunks, chunks), prefetch=prefetch, on_post=ranks[rank].posted,
+            heads=split_heads(groups, groups, groups), prefetch=prefetch, on_post=ranks[rank].posted,
         )  # fmt: skip
         ranks[rank].run(call, plan.world)
 

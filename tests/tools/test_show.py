@@ -23,6 +23,7 @@ from ringattn.ring.schedule import mask as patterns
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
+from ringattn.ring.schedule.visibility import cut_keys
 from ringattn.tools import pictures, show
 from ringattn.tools.call_summary import CallSummary, mask_cells
 
@@ -91,6 +92,20 @@ sent by all ranks (relative to a full mask): forward 4.10 kB (100.0%), backward
 its slowest rank; over all hops the slowest rank has 1.00 times the mean
 """
     )
+
+
+def test_runs_of_tokens(target: Path) -> None:
+    """The second run of a causal zigzag shard stops at rank 0 on its way down."""
+    layout, mask = Layout.zigzag(4096, 4), Mask(causal=True)
+    whole = schedule(layout, mask, direction=-1)
+    flags = "--seqlen 4k --kv-heads 1 --chunks 2 --direction -1"
+    text = run(flags)
+    assert "(relative to a full mask): forward 4.72 MB (75.0%), backward\n14.2 MB (75.0%)" in text
+    for number, part in enumerate(cut_keys(layout, mask, layout, 2), 1):
+        assert f"run {number} of 2 of each shard's tokens:\n{whole.select_keys(layout, mask, *part)}\n" in text
+    _, call = written(flags, target)
+    assert (call["chunks"], sum(of_ranks(call, "sends forward"))) == (2, 4096 * 3 // 4 * 3 * 2 * 128 * 2)
+    assert run("--kv-heads 2 --chunks 2").startswith("zigzag") and "run 1" not in run("--kv-heads 2 --chunks 2")
 
 
 def test_defaults_and_large_rings() -> None:

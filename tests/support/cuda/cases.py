@@ -13,8 +13,9 @@ from ringattn.comm import Topology
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.config import is_single_pass
 from ringattn.ring import BlockMask, Mask
+from ringattn.ring.buffers import chunk_runs
 from ringattn.ring.mesh import ring_layout, ulysses_layout
-from ringattn.ring.schedule.visibility import sent_keys
+from ringattn.ring.schedule.visibility import cut_keys, sent_keys
 
 from ..layouts import Window, build_layout
 from ..move_cases import MoveCase
@@ -57,8 +58,18 @@ class Case:
         """Return a call with the layout of the ring, whose ranks hold the tokens of several Ulysses ranks."""
         return call if self.ulysses == 1 else call._replace(layout=ring_layout(call.layout, self.ulysses))
 
+    def chunks(self, call: RecordedCall) -> int:
+        """Return the number of chunks of a call; by default 2 with a single-pass backward."""
+        default = 2 if call.backward and is_single_pass(self.config) and self.on_ring(call).layout.world > 1 else 1
+        return int(self.ring.get("chunks", default))
+
+    def runs(self, call: RecordedCall) -> list[Layout]:
+        """Return the keys of each run of tokens of all shards."""
+        runs = chunk_runs(self.chunks(call), KV_HEADS // self.ulysses)
+        return [run for run, _ in cut_keys(call.layout, call.mask, call.layout, runs)]
+
     def kernels(self, call: RecordedCall) -> tuple[str, ...]:
-        """Return the kernels that a call launches once per shard, mask part and chunk of heads."""
+        """Return the kernels that a call launches once per chunk of a shard and mask part."""
         if self.unshards or self.halos:
             return ()
         if not call.backward:
@@ -86,9 +97,9 @@ def shard(case: Case, number: int, name: str, rank: int) -> Tensor:
     return case.calls[number].layout.shard(inputs(case, number)[name], rank, 2 if name == "dlse" else 1)
 
 
-def visible_parts(call: RecordedCall, rank: int, other: int) -> int:
-    """Count the parts of a mask in which any query of ``rank`` sees any key of shard ``other``, pair by pair."""
-    positions, keys = call.layout.positions(rank), call.layout.positions(other)
+def visible_parts(call: RecordedCall, rank: int, keys: Tensor) -> int:
+    """Count the parts of a mask in which any query of ``rank`` sees any of the keys, pair by pair."""
+    positions = call.layout.positions(rank)
     blocks = call.mask.blocks
     shown_by_blocks = True if blocks is None else blocks.visible[positions // blocks.block][:, keys // blocks.block]
     limits = [(lo[:, None], hi[:, None]) for lo, hi in (part.interval(positions) for part in call.mask.parts)]
@@ -100,6 +111,13 @@ def available_keys(call: RecordedCall, rank: int, other: int) -> Tensor:
     positions, sent = call.layout.positions(other), sent_keys(call.layout, call.mask, call.layout).positions(other)
     has_keys = ~torch.isin(positions, torch.tensor(call.hidden, dtype=torch.int64))
     return (has_keys if rank == other else has_keys & torch.isin(positions, sent)).float()
+
+
+def key_weights(case: Case, call: RecordedCall, rank: int, other: int) -> Tensor:
+    """Return how often ``rank`` computes with each key of shard ``other``."""
+    positions, runs = call.layout.positions(other), [run.positions(other) for run in case.runs(call)]
+    counts = sum(visible_parts(call, rank, run) * torch.isin(positions, run).float() for run in runs)
+    return counts * available_keys(call, rank, other)
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
@@ -141,11 +159,8 @@ def _expected_on_ring_rank(case: Case, number: int, call: RecordedCall, rank: in
     q, k, v, dout, dlse = (
         [call.layout.shard(whole[name], other, 2 if name == "dlse" else 1).float() for other in ranks] for name in GIVEN
     )
-    mask = [available_keys(call, rank, other)[:, None, None] for other in ranks]
-    shards = [
-        kernels.keys(k[other] * mask[other], v[other] * mask[other]) * visible_parts(call, rank, other)
-        for other in ranks
-    ]
+    weights = [key_weights(case, call, rank, other)[:, None, None] for other in ranks]
+    shards = [kernels.keys(k[other] * weights[other], v[other] * weights[other]) for other in ranks]
     total = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
     out = (total[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
     values = {f"out{number}": out.to(case.dtype), f"lse{number}": total[:, :, None].expand(1, HEADS, q[rank].shape[1])}
@@ -153,9 +168,7 @@ def _expected_on_ring_rank(case: Case, number: int, call: RecordedCall, rank: in
         part = total[:, None, :, None] * (2 * kernels.rows(dout[rank]) + dlse[rank].transpose(1, 2)[..., None])
         values[f"dq{number}"] = part.expand(q[rank].shape).to(case.dtype)
         for name, tensors, x in (("dk", q, k[rank]), ("dv", dout, v[rank])):
-            by_rank = [
-                (visible_parts(call, other, rank) * available_keys(call, other, rank))[:, None, None] for other in ranks
-            ]
+            by_rank = [key_weights(case, call, other, rank)[:, None, None] for other in ranks]
             parts = [(kernels.summed(tensors[other], KV_HEADS) + 5 * x) * by_rank[other] for other in ranks]
             values[f"{name}{number}"] = sum(parts, torch.zeros(x.shape)).to(case.dtype)
     return values
@@ -225,6 +238,11 @@ CHANGING = {
 SETTINGS = {
     "full, other direction": _case("striped", 4, FULL, direction=-1),
     "two chunks": replace(_case("zigzag", 4, chunks=2), dtype=torch.bfloat16),
+    "three runs of tokens": _case("zigzag", 4, chunks=3),
+    "two groups of heads by two runs of tokens": _case("zigzag", 4, chunks=4, direction=-1),
+    "fp8 by wire, three runs of tokens, keys that stay": _case(
+        "contiguous", 4, NARROW, tokens=8, wire_dtype="float8_e4m3fn", chunks=3
+    ),
     "two slots": _case("zigzag", 5, slots=2),
     "two slots, no prefetch": _case("zigzag", 5, slots=2, prefetch=0),
     "three slots, no prefetch": _case("zigzag", 5, slots=3, prefetch=0),
@@ -248,6 +266,8 @@ TWO_LEVEL = {
     "2 x 2, keys that stay": _two_level(2, 2, "contiguous", NARROW, tokens=8, chunks=2),
     "2 x 2, bfloat16 by wire": _two_level(2, 2, wire_dtype="bfloat16", grad_wire_dtype="bfloat16"),
     "3 x 2, two slots": _two_level(3, 2, slots=2),
+    "2 x 3, window, three runs of tokens": _two_level(2, 3, "contiguous", WINDOW, chunks=3),
+    "2 x 2, three runs of tokens, bfloat16 by wire": _two_level(2, 2, chunks=3, grad_wire_dtype="bfloat16"),
 }
 
 UNEVEN = {
@@ -277,12 +297,13 @@ SPLIT = KernelConfig(TILE, TILE, TILE, dkdv_splits=2)
 CONFIGS = (None, SINGLE_PASS, IN_TURN, SPLIT)
 
 KERNELS = {
-    "single pass": replace(_case("zigzag", 4), config=SINGLE_PASS),
+    "single pass": replace(_case("zigzag", 4, chunks=1), config=SINGLE_PASS),
     "single pass, two chunks": replace(_case("zigzag", 4, chunks=2), config=SINGLE_PASS, dtype=torch.bfloat16),
+    "single pass, three runs of tokens": replace(_case("zigzag", 4, chunks=3), config=SINGLE_PASS),
     "single pass, skipped hops, two slots": replace(_case("contiguous", 4, slots=2, prefetch=0), config=SINGLE_PASS),
     "single pass, tokens that all see": Case((RecordedCall(Layout.contiguous(32, 4), GLOBAL),) * 2, config=SINGLE_PASS),
-    "single pass in turn": replace(_case("zigzag", 4), config=IN_TURN),
-    "single pass in turn, 2 x 2, contiguous": replace(_two_level(2, 2, "contiguous"), config=IN_TURN),
+    "single pass in turn": replace(_case("zigzag", 4, chunks=1), config=IN_TURN),
+    "single pass in turn, 2 x 2, contiguous": replace(_two_level(2, 2, "contiguous", chunks=1), config=IN_TURN),
     "parts of dK/dV": replace(_case("zigzag", 4), config=SPLIT),
     "parts of dK/dV, 2 x 2, two chunks": replace(_two_level(2, 2, chunks=2), config=SPLIT),
 }
@@ -310,7 +331,8 @@ FEW = (
     "world 1", "world 2", "world 4", "contiguous", "contiguous, other direction", "window", "documents",
     "window to both sides", "blocks, two ranks see all", "forward twice", "full, contiguous, full",
     "full, then a longer window", "two chunks", "two slots, no prefetch", "fp8 by wire, two chunks",
-    "2 x 2, contiguous", "4 x 2", "single pass, two chunks", "single pass in turn", "parts of dK/dV",
+    "three runs of tokens", "2 x 2, contiguous", "4 x 2", "single pass, two chunks", "single pass in turn",
+    "parts of dK/dV",
 )  # fmt: skip
 
 CASES = {

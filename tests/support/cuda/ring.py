@@ -127,15 +127,23 @@ class Recording:
         launch_counts = Counter(
             (op.rank, op.label.partition(",")[0], op.detail) for op in self.graph.log if op.kind == "kernel"
         )
-        failures, chunks = [], self.case.ring.get("chunks", 1)
+        failures = []
         for number, call in enumerate(self.case.calls):
             call, ulysses = self.case.on_ring(call), self.case.ulysses
+            runs = self.case.runs(call)
+            groups = self.case.chunks(call) // len(runs)
             for rank in (rank for rank in range(self.case.world) if call.layout.lengths[rank // ulysses]):
-                ring_rank, ring_ranks = rank // ulysses, range(call.layout.world)
-                wanted = chunks * sum(
-                    max(visible_parts(call, ring_rank, other), other == ring_rank) for other in ring_ranks
-                )
+                ring_rank = rank // ulysses
+                keys = [
+                    run.positions(other) for run in runs for other in range(call.layout.world) if other != ring_rank
+                ]
+                own = [run.positions(ring_rank) for run in runs]
+                others = sum(visible_parts(call, ring_rank, part) for part in keys)
                 for kernel in self.case.kernels(call):
+                    # kernels with a program per key launch nothing for an empty run
+                    by_row = kernel in ("forward_kernel", "dq_kernel")
+                    mine = sum(max(visible_parts(call, ring_rank, part), by_row or len(part) > 0) for part in own)
+                    wanted = groups * (others + mine)
                     count = launch_counts[rank, f"call {number}", kernel]
                     if count != wanted:
                         failures.append(f"rank {rank} launches {kernel} {count} times in call {number}, not {wanted}")
@@ -290,7 +298,8 @@ class _Session:
             ring._trace = _Spans(self.recorder, lambda: self.calls[rank])  # type: ignore[assignment]
             # Warm up while bytes still move, because the warm-up checks them.
             for call in map(self.case.on_ring, self.case.calls):
-                steps = plan(call.layout, call.mask, ring.rank, ring.direction, GPU, ring.topology, ring.slots)
+                where = (ring.rank, ring.direction, GPU, ring.topology, ring.slots)
+                steps = plan(call.layout, call.mask, *where, runs=len(self.case.runs(call)))
                 for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
                     transport.warm_up(edges)
             if self.case.unshards or self.case.halos or self.case.ulysses > 1:
