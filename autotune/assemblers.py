@@ -9,11 +9,11 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from triton.backends.nvidia.compiler import get_ptxas
-
 
 def triton_assembler(arch: int) -> Path:
     """Return the ptxas that Triton uses for a compute capability."""
+    from triton.backends.nvidia.compiler import get_ptxas  # Triton for AMD may lack it
+
     return Path(get_ptxas(arch).path)
 
 

@@ -39,10 +39,11 @@ def inspect(
     KernelConfig (order=longest). All combinations that match the words are compiled.
 
     Bounds are in percent of tensor-core peak. The ceiling assumes perfect overlap. The bound assumes that the warps of
-    a block run in step, so that only another block can fill their gaps.
+    a block run in step, so that only another block can fill their gaps. GPUs of AMD, such as gfx942, get no bound.
     """
     from ..bench.common.progress import progress
     from ..bench.common.result import finish_command
+    from ..kernels.gpu import is_amd
     from .assemblers import newest_assembler
     from .compile import parse_variants
     from .inspect import inspect_result, inspect_variants
@@ -51,6 +52,7 @@ def inspect(
         variants = [variant for spec in specs or DEFAULT for variant in parse_variants(spec)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    needs_assembler = gate and not all(is_amd(variant.arch) for variant in variants)  # Triton for AMD may lack ptxas
     with progress() as step:
-        rows = inspect_variants(variants, step, newest_assembler() if gate else None)
+        rows = inspect_variants(variants, step, newest_assembler() if needs_assembler else None)
     finish_command(inspect_result(rows, gate=gate), json, csv)

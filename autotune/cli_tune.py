@@ -141,7 +141,7 @@ def resolve_target(arch: str | None, compile_only: bool) -> tuple[GpuSpec, torch
     """
     import torch
 
-    from ..kernels.gpu import gpu_specs
+    from ..kernels.gpu import arch_name, gpu_specs
     from .tile_space import gpu_for_arch
 
     named = None if arch is None else gpu_for_arch(arch)
@@ -150,9 +150,9 @@ def resolve_target(arch: str | None, compile_only: bool) -> tuple[GpuSpec, torch
     estimates = "nothing is measured, so the tables get estimates"
     if local_gpu is None:
         return named or gpu_for_arch(DEFAULT_ARCH), None, f"no GPU on this machine: {estimates}"
-    gpu_for_arch(f"sm_{local_gpu.arch}")  # raises for an unsupported GPU
+    gpu_for_arch(arch_name(local_gpu.arch))  # raises for an unsupported GPU
     if named is not None and named.arch != local_gpu.arch:
-        return named, None, f"the GPU of this machine is {local_gpu.name}, sm_{local_gpu.arch}: {estimates}"
+        return named, None, f"the GPU of this machine is {local_gpu.name}, {arch_name(local_gpu.arch)}: {estimates}"
     if compile_only:
         return named or local_gpu, None, f"--compile-only: {estimates}"
     return local_gpu, device, "candidates are compiled, then measured"

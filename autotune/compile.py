@@ -37,8 +37,8 @@ from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS, delta_warps
 from ..kernels.bounds import BlockSparseIndex
 from ..kernels.checks import MAX_HEAD_DIM
 from ..kernels.config import MIN_TILE_SIDE, built_in_config, single_pass_tile
-from ..kernels.gpu import ARCHS, assumed_gpu
-from ..kernels.launch import TMA_ARCH, is_tma_head_dim
+from ..kernels.gpu import MULTIPROCESSOR_SPECS, arch_name, assumed_gpu, is_amd
+from ..kernels.launch import TMA_ARCH, has_tma, is_tma_head_dim
 from ..kernels.quantize import SCALE_TOKENS, dequantize, num_warps, quantize, scale_shape
 from ..kernels.scores import PLAIN
 from ..kernels.tables import DTYPES, SINGLE_PASS_KERNELS, TUNABLE_OPTIONS, OptionItems, OptionValue, tuned_options
@@ -122,6 +122,8 @@ class StandInDriver:
         self._arch, self._device = arch, device
 
     def get_current_target(self) -> GPUTarget:
+        if is_amd(self._arch):
+            return GPUTarget("hip", arch_name(self._arch), MULTIPROCESSOR_SPECS[self._arch].warp_size)
         return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> int:
@@ -186,7 +188,7 @@ class KernelVariant:
     """Parameters that select one binary of a kernel."""
 
     kernel: str  # one of KERNELS
-    arch: int  # compute capability without the dot: 90
+    arch: int  # such as 90 or 0x942
     dtype: str  # bf16, fp16 or fp32
     head_dim: int
     head_dim_v: int
@@ -204,7 +206,7 @@ class KernelVariant:
         flags = [self.role, *["full"] * self.full, *["gqa"] * self.grouped, *self.features]
         word, own = self._word
         options = [f"{name}={value}" for name, value in self.options if (name, value) not in own]
-        return " ".join([word, f"sm_{self.arch}", self.dtype, dims, tile, *flags, *options])
+        return " ".join([word, arch_name(self.arch), self.dtype, dims, tile, *flags, *options])
 
     @property
     def _word(self) -> tuple[str, OptionItems]:
@@ -392,15 +394,16 @@ def parse_variants(spec: str) -> list[KernelVariant]:
 
 
 def _parse_spec(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
-    """Split a spec into compute capability, dtype, (D, Dv) and further words, and check them.
+    """Split a spec into architecture, dtype, (D, Dv) and further words, and check them.
 
     Raises:
         ValueError: A part is missing or unknown.
     """
     arch, dtype, dims, *words = [*spec.split(":"), "", ""] if spec.count(":") < 2 else spec.split(":")
+    archs = {arch_name(known).removeprefix("sm_"): known for known in MULTIPROCESSOR_SPECS}
     arch, parts = arch.removeprefix("sm_"), dims.split("/")
     is_valid = all(dim.isdecimal() and 1 <= int(dim) <= MAX_HEAD_DIM for dim in parts)
-    if not (arch.isdecimal() and len(parts) <= 2 and is_valid):
+    if not (arch and len(parts) <= 2 and is_valid):
         raise ValueError(
             f"spec is {spec!r}: it must be ARCH:DTYPE:D or ARCH:DTYPE:D/Dv with head dims from 1 to {MAX_HEAD_DIM}, "
             "such as 90:bf16:128, optionally followed by words"
@@ -411,13 +414,13 @@ def _parse_spec(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
     words = [word for word in words if word not in HOPPER]
     allowed_words = [*ROLES, *KERNELS, *HOPPER, *FEATURES, *MASKS, *HEADS]
     for name, value, allowed in (
-        ("arch", arch, [*map(str, ARCHS)]),
+        ("arch", arch, [*archs]),
         ("dtype", dtype, [*DTYPES]),
         *(("word", word, allowed_words) for word in words if "=" not in word and not word[:1].isdecimal()),
     ):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(allowed)}")
-    return int(arch), dtype, (int(parts[0]), int(parts[-1])), words
+    return archs[arch], dtype, (int(parts[0]), int(parts[-1])), words
 
 
 def parse_tile_word(word: str) -> Tile:
@@ -441,7 +444,7 @@ def unsupported_option(variant: KernelVariant, options: OptionItems) -> str | No
             return f"{option}: it is an option of {', '.join(kernels)}, not of {variant.kernel}"
         if name in GROUPED_OPTIONS and not variant.grouped:
             return f"{option}: it needs several query heads per key head, as with gqa"
-        has_boxes = variant.arch >= TMA_ARCH and all(map(is_tma_head_dim, (variant.head_dim, variant.head_dim_v)))
+        has_boxes = has_tma(variant.arch) and all(map(is_tma_head_dim, (variant.head_dim, variant.head_dim_v)))
         if name == "dkdv_epilogue" and not has_boxes:
             return f"{option}: it needs sm_{TMA_ARCH} or higher, and power-of-two head dims of at least {MIN_TILE_SIDE}"
     return None

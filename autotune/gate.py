@@ -1,6 +1,7 @@
 """Gate for compiled kernels, which reads resources and code from the binary and lists its problems.
 
-The gate needs neither a GPU nor CUDA, because Triton's wheel contains ``ptxas`` and ``nvdisasm``.
+The gate needs neither a GPU nor CUDA, because Triton's wheel contains ``ptxas`` and ``nvdisasm``. For AMD it reads the
+assembly, and checks spills and shared memory only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import triton
 
 from ..kernels import hopper_backward_launch
-from ..kernels.gpu import TENSOR_MEMORY_COLUMNS, shared_limit
+from ..kernels.gpu import TENSOR_MEMORY_COLUMNS, is_amd, shared_limit
 from ..kernels.hopper.step_order import CONSUMER_ROWS, CONSUMERS
 from .assemblers import assemble, assembler_version
 from .compile import MEMORY_BOUND, KernelVariant, RecordedLaunch, compile_launch
@@ -42,7 +43,7 @@ class CompiledKernel:
     tensor_memory: int  # columns, on sm_100
     loops: tuple[Loop, ...]
     flushes_subnormals: bool = False  # some instruction flushes fp32 subnormals to zero
-    arch: int = 0  # compute capability without the dot
+    arch: int = 0
     threads: int = 0  # per block
     partitions: int = 1  # warp-specialised partitions of a block that each run their own main loop
     loop_threads: int = 0  # threads of one partition; 0: all threads of the block
@@ -97,6 +98,9 @@ def compile_variant(variant: KernelVariant, assembler: Path | None = None) -> tu
         RuntimeError: Triton or ptxas rejects the kernel.
     """
     launch = compile_launch(variant.launch, variant.arch)
+    if is_amd(variant.arch):
+        result = read_amdgcn(launch, variant.arch)
+        return result, gate_problems(variant, result)
     result, ptx, ttgir = read_compiled(launch, variant.arch), launch.binary.asm["ptx"], launch.binary.asm["ttgir"]
     failures = gate_problems(variant, result) + hopper_problems(variant, result, ptx)
     if assembler is not None and "wgmma" in ptx and (cubin := assemble(ptx, assembler)) is not None:
@@ -127,6 +131,18 @@ def read_compiled(launch: RecordedLaunch, arch: int) -> CompiledKernel:
         hazards=tuple(wgmma_hazards(listing)),
         **specialised,
     )
+
+
+def read_amdgcn(launch: RecordedLaunch, arch: int) -> CompiledKernel:
+    """Read resources and main loops from the assembly of a launch for AMD; registers include accumulation registers."""
+    listing = launch.binary.asm["amdgcn"]
+    registers, stack, threads = (
+        int(_match(rf"\.{name}:\s+(\d+)", listing)[1])
+        for name in ("vgpr_count", "private_segment_fixed_size", "max_flat_workgroup_size")
+    )
+    flushes = re.search(r"float_denorm_mode_32 3\b", listing) is None
+    shared = launch.binary.metadata.shared
+    return CompiledKernel(registers, stack, shared, 0, tuple(matrix_loops(listing)), flushes, arch, threads)
 
 
 def disassemble(cubin: bytes) -> str:

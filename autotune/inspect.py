@@ -9,9 +9,10 @@ from typing import Any
 import triton
 
 from ..bench.common.result import Result, Row
+from ..kernels.gpu import arch_name, is_amd
 from .compile import KernelVariant
 from .gate import CompiledKernel, compile_variant
-from .loop_bound import TENSOR, blocks_per_sm, loop_bounds, main_bound
+from .loop_bound import TENSOR, blocks_per_sm, main_bound
 
 VARIANT_COLUMNS = ("kernel", "arch", "dtype", "head_dim", "head_dim_v", "role", "full", "grouped", "features")
 """Fields that select a variant, besides the tile and its options."""
@@ -31,7 +32,8 @@ UNITS = (
 
 def variant_row(variant: KernelVariant, compiled: CompiledKernel, problems: Sequence[str]) -> dict[str, Any]:
     """Return the row of a variant with the ``problems`` of the gate; loop figures are None without a main loop."""
-    main, blocks, tile = main_bound(compiled), blocks_per_sm(compiled), variant.tile
+    main = None if is_amd(variant.arch) else main_bound(compiled)
+    blocks, tile = blocks_per_sm(compiled), variant.tile
     row: dict[str, Any] = {
         "variant": str(variant),
         **dict.fromkeys(FIGURE_UNITS),
@@ -41,9 +43,9 @@ def variant_row(variant: KernelVariant, compiled: CompiledKernel, problems: Sequ
         "threads": compiled.threads,
         "blocks": blocks,
         "problems": "; ".join(problems),
-        "loops": " ".join(str(bound.loop.matrix) for bound in loop_bounds(compiled)),  # matrix instructions per loop
+        "loops": " ".join(str(loop.matrix) for loop in compiled.loops),  # matrix instructions per loop
         **{name: getattr(variant, name) for name in VARIANT_COLUMNS},
-        "arch": f"sm_{variant.arch}",
+        "arch": arch_name(variant.arch),
         "features": " ".join(variant.features),
         "options": " ".join(f"{name}={value}" for name, value in variant.options),
         "tile": f"{tile.block_q}x{tile.block_k}x{tile.num_warps}x{tile.num_stages}",
@@ -54,9 +56,13 @@ def variant_row(variant: KernelVariant, compiled: CompiledKernel, problems: Sequ
             "instructions": main.mix.issued, "matrix": main.loop.matrix, "exponentials": main.mix.exponentials,
             "products": main.clocks[TENSOR],
         }  # fmt: skip
+    elif compiled.loops:  # of AMD, whose rates the bound does not know
+        loop = min(compiled.loops, key=lambda loop: len(loop.lines) / loop.matrix)
+        row |= {"spills": loop.local, "instructions": len(loop.lines), "matrix": loop.matrix}
+        row["exponentials"] = sum("v_exp_f32" in line for line in loop.lines)
     if not blocks:
         row |= {"bound": 0.0, "limiter": "does not fit", "ceiling": 0.0}
-        row["problems"] = "; ".join([*problems, f"does not fit an SM of sm_{variant.arch}"])
+        row["problems"] = "; ".join([*problems, f"does not fit an SM of {arch_name(variant.arch)}"])
     return row
 
 

@@ -30,9 +30,6 @@ from dataclasses import dataclass
 
 from ..kernels.gpu import (
     MULTIPROCESSOR_SPECS,
-    REGISTER_UNIT,
-    REGISTERS,
-    RESERVED_SHARED,
     SCHEDULERS,
     SHARED_BYTES_PER_CLOCK,
     TENSOR_MEMORY_COLUMNS,
@@ -43,13 +40,14 @@ from .sass import InstructionMix, Loop, instruction_mix
 
 def blocks_per_sm(compiled: CompiledKernel) -> int:
     """Return the number of blocks of a compiled kernel that fit on an SM (occupancy), 0 if none fits."""
-    spec, warps = MULTIPROCESSOR_SPECS[compiled.arch], -(-compiled.threads // 32)
+    spec = MULTIPROCESSOR_SPECS[compiled.arch]
+    warps = -(-compiled.threads // spec.warp_size)
     if compiled.shared > spec.shared_per_block or compiled.tensor_memory > TENSOR_MEMORY_COLUMNS:
         return 0
-    per_warp = -(-compiled.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    per_warp = -(-compiled.registers * spec.warp_size // spec.register_unit) * spec.register_unit
     # each scheduler has a quarter of the registers, and a warp's registers all lie in one quarter
-    warps_by_registers = REGISTERS // SCHEDULERS // max(per_warp, 1) * SCHEDULERS
-    blocks_by_shared = spec.shared_per_multiprocessor // (compiled.shared + RESERVED_SHARED)
+    warps_by_registers = spec.registers // SCHEDULERS // max(per_warp, 1) * SCHEDULERS
+    blocks_by_shared = spec.shared_per_multiprocessor // max(compiled.shared + spec.reserved_shared, 1)
     limits = [spec.blocks, spec.warps // warps, warps_by_registers // warps, blocks_by_shared]
     return min([*limits, TENSOR_MEMORY_COLUMNS // compiled.tensor_memory] if compiled.tensor_memory else limits)
 

@@ -1,4 +1,4 @@
-"""Main loops of a kernel's SASS listing, and their instruction mix by unit of the SM."""
+"""Main loops of a kernel's SASS or AMDGCN listing, and their instruction mix by unit of the SM."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Loop:
     lines: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
 
-MATRIX = re.compile(r"\b([HIQ]G?MMA|UTC\w*MMA)\b")
-LOCAL = re.compile(r"\b(LDL|STL)\b")
+MATRIX = re.compile(r"\b([HIQ]G?MMA|UTC\w*MMA|v_mfma_\w+)\b")
+LOCAL = re.compile(r"\b(LDL|STL|scratch_(?:load|store)_\w+)\b")
 
 
 @dataclass
@@ -31,9 +31,11 @@ class BasicBlock:
     successors: list[int]
 
 
-BRANCH = re.compile(r"\bBRA\b.*?`\((\.L_\w+)\)")
+LABEL = re.compile(r"\s*(\.L\w+):")
+INSTRUCTION_LINE = re.compile(r"\s*/\*[0-9a-f]+\*/|\s+[a-z]+_")
+BRANCH = re.compile(r"(?:\bBRA\b.*?`\(|\bs_c?branch\w* )(\.L\w+)")
 INDIRECT = re.compile(r"\bBRX\b")  # jump through a table that the listing lacks; selects a warp's partition
-EXIT_OP = re.compile(r"\b(EXIT|RET\.\S+)\b")
+EXIT_OP = re.compile(r"\b(EXIT|RET\.\S+|s_endpgm)\b")
 
 
 def basic_blocks(listing: str) -> list[BasicBlock]:
@@ -41,10 +43,10 @@ def basic_blocks(listing: str) -> list[BasicBlock]:
     labels: dict[str, int] = {}
     blocks = [BasicBlock([], [])]
     for line in listing.splitlines():
-        if label := re.match(r"\s*(\.L_\w+):", line):
+        if label := LABEL.match(line):
             blocks.append(BasicBlock([], []))
             labels[label[1]] = len(blocks) - 1
-        elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
+        elif INSTRUCTION_LINE.match(line):
             blocks[-1].lines.append(line)
             if BRANCH.search(line) or EXIT_OP.search(line) or INDIRECT.search(line):
                 blocks.append(BasicBlock([], []))
@@ -54,7 +56,7 @@ def basic_blocks(listing: str) -> list[BasicBlock]:
         if branch and branch[1] in labels:
             block.successors.append(labels[branch[1]])
         # with a guard (@P0, or a uniform predicate as operand) a branch or exit may fall through
-        guarded = "@" in last or re.search(r"\bBRA\S*\s+!?U?P\d", last)
+        guarded = "@" in last or re.search(r"\bBRA\S*\s+!?U?P\d|\bs_cbranch", last)
         if i + 1 < len(blocks) and (guarded or not (branch or EXIT_OP.search(last))):
             block.successors.append(i + 1)
     for block in blocks:

@@ -122,12 +122,13 @@ def exchange_capture_mode(mode: int) -> int:
 
 @functools.cache
 def _load_exchange_mode() -> Any:
-    """Return `cudaThreadExchangeStreamCaptureMode` of torch's CUDA runtime, or None with a warning if it is missing."""
+    """Return `cudaThreadExchangeStreamCaptureMode` of torch's CUDA or HIP runtime, or None with a warning."""
     # The function must come from the CUDA runtime that torch uses, so it is looked up through torch's library. Torch
     # and CuPy do not expose it in Python, and cuda.bindings has a separate runtime.
-    library = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
+    runtime = "hip" if torch.version.hip else "cuda"
+    library = Path(torch.__file__).parent / "lib" / f"libc10_{runtime}.so"
     try:
-        return ctypes.CDLL(str(library)).cudaThreadExchangeStreamCaptureMode
+        return getattr(ctypes.CDLL(str(library)), f"{runtime}ThreadExchangeStreamCaptureMode")
     except (OSError, AttributeError) as error:
         logger.warning("CUDA graph capture in another thread may fail while a ring is open: %s", error)
         return None

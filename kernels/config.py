@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .device.tile_ops import MAX_PART_WIDTH
+from .gpu import AMD_ARCHS, is_amd
 
 MIN_TILE_SIDE = 16
 MAX_WIDE_ROWS = 32
@@ -170,6 +171,11 @@ _SMALL = {  # sm_86, sm_89, sm_120: mma.sync and 99 KB per block
     256: KernelConfig(Tile(64, 32, 8, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     512: KernelConfig(Tile(32, 32, 8, 2), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
 }
+_AMD = {  # 64 KB; warps of 64 threads; the most products per clock of the issue slots (`bench/results/LOG.md`)
+    64: KernelConfig(Tile(128, 64, 4, 2), Tile(128, 32, 4, 2), Tile(16, 128, 4, 2)),
+    128: KernelConfig(Tile(128, 64, 4, 1), Tile(128, 16, 8, 2), Tile(16, 64, 4, 2)),
+    256: KernelConfig(Tile(64, 32, 4, 1), Tile(64, 16, 4, 1), Tile(16, 64, 4, 1)),
+}
 _FLOAT32 = {  # tf32x3 holds every operand twice, in 4-byte elements: small tiles on every GPU
     64: KernelConfig(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
     128: KernelConfig(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
@@ -184,11 +190,11 @@ _BY_ARCH = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL}
 
 
 def built_in_config(arch: int, dtype: torch.dtype, head_dim: int) -> KernelConfig:
-    """Return the default config for a compute capability (90 is 9.0) and the larger of D and Dv.
+    """Return the default config for an architecture and the larger of D and Dv.
 
-    Architectures without an entry get tiles for 99 KB of shared memory, which fit every GPU.
+    GPUs of NVIDIA without an entry get tiles for 99 KB of shared memory, which fit all of them.
     """
-    table = _FLOAT32 if dtype == torch.float32 else _BY_ARCH.get(arch, _SMALL)
+    table = _FLOAT32 if dtype == torch.float32 else _BY_ARCH.get(arch, _AMD if is_amd(arch) else _SMALL)
     return table[next(size for size in table if head_dim <= size)]
 
 
@@ -201,6 +207,7 @@ _SINGLE_PASS: dict[int, dict[int, Tile]] = {
     90: {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2)},
     100: {64: Tile(64, 128, 8, 1), 96: Tile(32, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
     103: {64: Tile(64, 128, 8, 1), 96: Tile(32, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
+    **{arch: {64: Tile(16, 128, 4, 2), 128: Tile(16, 64, 4, 2)} for arch in AMD_ARCHS},
 }
 MAX_SINGLE_PASS_HEAD_DIM = 128
 """Largest head dim for which the single pass has a default tile."""

@@ -1,6 +1,8 @@
 """Facts about GPUs: limits and rates of one multiprocessor, GPU models, and the GPU of a device.
 
-Sources, all by NVIDIA:
+``arch`` is a compute capability without the dot (90 is 9.0), or for AMD the hexadecimal number of a gfx name (0x942).
+
+Sources by NVIDIA:
 
 - Limits of a multiprocessor and of a block: CUDA C++ programming guide, "Compute capabilities"; tuning guides of
   Ampere, Ada, Hopper and Blackwell, "Occupancy".
@@ -13,10 +15,18 @@ Sources, all by NVIDIA:
 - L2 throughput: 5,120 bytes per clock over the 108 multiprocessors of A100 (its white paper). The other values are not
   documented: 64 bytes per clock is a generous assumption.
 - Models: their data sheets and white papers; dense rates, nominal bandwidth.
+
+Sources by AMD (a multiprocessor is a compute unit, a warp is a wavefront, shared memory is LDS):
+
+- White papers of CDNA 3 and CDNA 4: products, lanes, LDS, and 2,048 bytes per clock of the L2 cache of an XCD, which
+  has 38 compute units in MI300X and 32 in MI355X. 128 lanes of fp32 need packed instructions.
+- Registers, wavefronts and workgroups of a compute unit: LLVM's "User Guide for AMDGPU Backend" and ``GCNSubtarget``.
+- Models: data sheets of MI300X and MI355X. Each XCD has 4 MB of L2 cache; the Infinity Cache does not count.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -26,16 +36,10 @@ import torch
 from .compile_target import compile_target
 
 REGISTERS = 65_536
-"""32-bit registers of a multiprocessor."""
-
-REGISTER_UNIT = 256
-"""Registers are allocated to a warp in multiples of this number."""
+"""32-bit registers of a multiprocessor of NVIDIA."""
 
 SCHEDULERS = 4
 """Warp schedulers of a multiprocessor; each issues one instruction per clock."""
-
-RESERVED_SHARED = 1024
-"""Bytes of shared memory that the system takes from every block."""
 
 SHARED_BYTES_PER_CLOCK = 128
 """Bytes that the shared memory of a multiprocessor moves per clock."""
@@ -61,9 +65,14 @@ class MultiprocessorSpec:
     logic: int = 64  # lanes of bitwise operations, shift, select and compare
     special: int = 16  # lanes of exp2, log2 and reciprocal
     shuffle: int = 32  # lanes
+    registers: int = REGISTERS  # of 32 bits
+    register_unit: int = 256  # registers of a warp are a multiple of this number
+    reserved_shared: int = 1024  # bytes of shared memory that the system takes from every block
+    warp_size: int = 32
 
 
 _A100_L2, _ASSUMED_L2 = 5120 / 108, 64.0
+_WAVE64 = {"registers": 131_072, "register_unit": 512, "reserved_shared": 0, "warp_size": 64}
 
 MULTIPROCESSOR_SPECS = {
     80: MultiprocessorSpec(1024, 64, 64, 64, _A100_L2, 64, 32, 164 << 10, 163 << 10),
@@ -72,24 +81,41 @@ MULTIPROCESSOR_SPECS = {
     90: MultiprocessorSpec(2048, 128, 64, 64, _ASSUMED_L2, 64, 32, 228 << 10, 227 << 10),
     100: MultiprocessorSpec(4096, 128, 64, 128, _ASSUMED_L2, 64, 32, 228 << 10, 227 << 10),
     120: MultiprocessorSpec(512, 128, 128, 64, _ASSUMED_L2, 48, 24, 100 << 10, 99 << 10),
+    0x942: MultiprocessorSpec(1024, 128, 64, 64, 2048 / 38, 32, 16, 64 << 10, 64 << 10, **_WAVE64),
+    0x950: MultiprocessorSpec(2048, 128, 64, 64, 2048 / 32, 32, 16, 160 << 10, 160 << 10, **_WAVE64),
 }
-"""Specification by compute capability without the dot (90 is 9.0)."""
+"""Specification by architecture."""
 
-ARCHS = tuple(MULTIPROCESSOR_SPECS)
+
+def is_amd(arch: int) -> bool:
+    """Return True for an architecture of AMD."""
+    return arch >= 0x600  # compute capabilities are smaller
+
+
+ARCHS = tuple(arch for arch in MULTIPROCESSOR_SPECS if not is_amd(arch))
 """Compute capabilities that kernels are compiled, tuned and exported for."""
+
+AMD_ARCHS = tuple(arch for arch in MULTIPROCESSOR_SPECS if is_amd(arch))
+"""Architectures of AMD that kernels are compiled for, but not tuned or exported."""
 
 L2_BYTES = {80: 40 << 20, 86: 6 << 20, 89: 72 << 20, 90: 50 << 20, 100: 126 << 20, 103: 126 << 20, 120: 96 << 20}
 """Size of the L2 cache by compute capability: A100, A10, RTX 4090, H100, B200, B300 and RTX 5090."""
+L2_BYTES |= dict.fromkeys(AMD_ARCHS, 4 << 20)
 
 SMALLEST_L2 = 6 << 20
 """Size of the L2 cache that is assumed for any other GPU."""
 
 
+def arch_name(arch: int) -> str:
+    """Return the compiler's name of an architecture: ``sm_90`` or ``gfx942``."""
+    return f"gfx{arch:x}" if is_amd(arch) else f"sm_{arch}"
+
+
 class GpuSpec(NamedTuple):
-    """Facts about a GPU, or about any GPU of a compute capability; ``name`` is then like ``sm_90``."""
+    """Facts about a GPU, or about any GPU of an architecture; ``name`` is then like ``sm_90``."""
 
     name: str
-    arch: int  # compute capability without the dot
+    arch: int
     multiprocessors: int
     l2_bytes: int
     memory_bytes: float | None = None
@@ -113,6 +139,8 @@ GPU_MODELS = {
     "b200": _model("B200", 100, 148, 2250, 8.0, 180),
     "l40s": _model("L40S", 89, 142, 362, 0.864, 48)._replace(l2_bytes=96 << 20),
     "a10": _model("A10", 86, 72, 125, 0.6, 24),
+    "mi300x": _model("MI300X", 0x942, 304, 1307, 5.3, 192),
+    "mi355x": _model("MI355X", 0x950, 256, 2517, 8.0, 288),
 }
 """GPU models. The driver's name of a GPU contains all words of its key: ``h100-pcie`` has h100 and pcie."""
 
@@ -123,20 +151,20 @@ INTERPRETER_GPU = GpuSpec("CPU", 0, 20, SMALLEST_L2)
 def shared_limit(arch: int) -> int:
     """Return how many bytes of shared memory a thread block may use.
 
-    For an unknown compute capability the result is the largest limit of the known ones.
+    For an unknown compute capability the result is the largest limit of the known ones, and for AMD the smallest.
     """
-    if arch in MULTIPROCESSOR_SPECS:
-        return MULTIPROCESSOR_SPECS[arch].shared_per_block
-    return max(spec.shared_per_block for spec in MULTIPROCESSOR_SPECS.values())
+    if arch not in MULTIPROCESSOR_SPECS:
+        arch = AMD_ARCHS[0] if is_amd(arch) else 100
+    return MULTIPROCESSOR_SPECS[arch].shared_per_block
 
 
 def assumed_gpu(arch: int, name: str | None = None) -> GpuSpec:
     """Return assumed facts of a GPU that is not present, with as many multiprocessors as an H100.
 
-    ``name`` is ``sm_ARCH`` by default.
+    ``name`` is that of the architecture by default.
     """
     multiprocessors = GPU_MODELS["h100"].multiprocessors
-    return GpuSpec(name or f"sm_{arch}", arch, multiprocessors, L2_BYTES.get(arch, SMALLEST_L2))
+    return GpuSpec(name or arch_name(arch), arch, multiprocessors, L2_BYTES.get(arch, SMALLEST_L2))
 
 
 def find_model(name: str) -> str | None:
@@ -162,7 +190,8 @@ def gpu_specs(device: torch.device) -> GpuSpec | None:
 @cache
 def _query_gpu(device: torch.device) -> GpuSpec:
     properties = torch.cuda.get_device_properties(device)
-    arch = properties.major * 10 + properties.minor
+    gfx = re.match(r"gfx([0-9a-f]+)", getattr(properties, "gcnArchName", ""))  # MI300X has capability 9.4
+    arch = int(gfx[1], 16) if gfx else properties.major * 10 + properties.minor
     l2_bytes = getattr(properties, "L2_cache_size", 0) or L2_BYTES.get(arch, SMALLEST_L2)
     return GpuSpec(properties.name, arch, properties.multi_processor_count, l2_bytes, float(properties.total_memory))
 

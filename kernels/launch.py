@@ -19,7 +19,7 @@ from .config import MIN_TILE_SIDE, KernelConfig, Tile
 from .device.score_modifiers import NO_MODIFIERS, DropoutCounter, ScoreModArgs
 from .device.tile_ops import MAX_PART_WIDTH, dot
 from .device.tiles import BlockSparseRanges, LaunchShape, MaskInterval, StridedTensor
-from .gpu import gpu_specs
+from .gpu import arch_name, gpu_specs, is_amd
 from .scores import PLAIN, Scores
 
 Pair = tuple[Tensor, Tensor]
@@ -169,8 +169,8 @@ def has_descriptor_epilogue(config: KernelConfig | None) -> bool:
 def check_descriptor_support(q: Tensor, v: Tensor) -> None:
     """Raise ValueError if the GPU or a head dim does not allow TMA descriptors of dK and dV."""
     gpu = gpu_specs(q.device)
-    if gpu is None or gpu.arch < TMA_ARCH:
-        arch = "" if gpu is None else f", sm_{gpu.arch}"
+    if gpu is None or not has_tma(gpu.arch):
+        arch = "" if gpu is None else f", {arch_name(gpu.arch)}"
         raise ValueError(
             f"q is on {q.device}{arch}: {DESCRIPTOR_ERROR_PREFIX} only GPUs of compute capability 9.0 or higher"
         )
@@ -193,6 +193,11 @@ def check_tma_alignment(error_prefix: str, **tensors: Tensor | None) -> None:
                 f"{name} has strides {x.stride()} and address {x.data_ptr():#x}: {error_prefix} only addresses and "
                 f"positive strides that are multiples of {ALIGNMENT} bytes, or {ALIGNMENT // x.element_size()} elements"
             )
+
+
+def has_tma(arch: int) -> bool:
+    """Return True if TMA of a GPU of this architecture stores tiles to global memory and adds to it."""
+    return arch >= TMA_ARCH and not is_amd(arch)
 
 
 def is_tma_head_dim(head_dim: int) -> bool:

@@ -26,7 +26,7 @@ from .config import (
 )
 from .device.tile_ops import MAX_PART_WIDTH
 from .device.tiles import LaunchShape, StridedTensor
-from .gpu import gpu_or_interpreter, gpu_specs, shared_limit
+from .gpu import arch_name, gpu_or_interpreter, gpu_specs, shared_limit
 from .launch import (
     DescriptorCache,
     Pair,
@@ -219,8 +219,8 @@ def _check_tile_shared_bytes(kernel: str, tile: Tile, q: Tensor, v: Tensor) -> N
     if least > (limit := shared_limit(gpu.arch)):
         field = "single_pass" if kernel in SINGLE_PASS_KERNELS else kernel
         raise ValueError(
-            f"config.{field} is {tile}, which needs at least {least:,} bytes of shared memory, but sm_{gpu.arch} "
-            f"allows {limit:,} per block. Use {_built_in_tile(kernel, q, v)}, which fits."
+            f"config.{field} is {tile}, which needs at least {least:,} bytes of shared memory, but "
+            f"{arch_name(gpu.arch)} allows {limit:,} per block. Use {_built_in_tile(kernel, q, v)}, which fits."
         )
 
 

@@ -19,9 +19,9 @@ from .device.dq_sum import AddTurns
 from .device.single_pass import single_pass_kernel
 from .gpu import gpu_specs
 from .launch import (
-    TMA_ARCH,
     Pair,
     grid_size,
+    has_tma,
     head_dims,
     is_tma_aligned,
     is_tma_head_dim,
@@ -143,7 +143,7 @@ def check_tile_span(name: str, x: Tensor, tile: Tile) -> None:
 def make_dq_descriptor(dq: Tensor, tile: Tile) -> Any:
     """Return a TMA descriptor of ``dq`` in tiles of queries, or None if atomics must add."""
     gpu = gpu_specs(dq.device)
-    if gpu is None or gpu.arch < TMA_ARCH or dq.numel() == 0:
+    if gpu is None or not has_tma(gpu.arch) or dq.numel() == 0:
         return None
     return tma_descriptor(dq, tile.block_q) if is_tma_head_dim(dq.shape[3]) and is_tma_aligned(dq) else None
 

@@ -418,11 +418,14 @@ def _heading(call: PredictedCall, inputs: PredictionInputs, *, is_map: bool) -> 
 
 
 def _speed_note(speed: Speed) -> str:
-    """Return a note on a preset's speed; empty if flags give the speed."""
+    """Return a note on the speed of the default kernels; empty if flags give the speed."""
     if speed.peak is None:
         return ""
-    forward, backward, peak = (rate / 1e12 for rate in (speed.forward, speed.backward, speed.peak))
-    return f"speed: {forward:.0f} TFLOP/s forward, {backward:.0f} backward (assumed); published peak {peak:.0f}"
+    forward, backward = speed.forward / speed.peak, speed.backward / speed.peak
+    return (
+        f"kernel rate: {forward:.0%} of the peak of {speed.peak / 1e12:.0f} TFLOP/s forward, {backward:.0%} backward, "
+        "the instruction bound of the default kernels; measured on no GPU"
+    )
 
 
 def _provenance(call: PredictedCall, inputs: PredictionInputs) -> dict[str, Any]:

@@ -43,11 +43,11 @@ def resolve_speed(
     """Return a GPU's speed, and lines that describe the measured rows it comes from (none without ``kernels``).
 
     The speed comes from the file ``kernels``, or from ``forward`` and ``backward`` in TFLOP/s at 16k tokens, or from
-    the preset of ``gpu``.
+    the bound of the default kernels on ``gpu``.
 
     Raises:
         ValueError: The GPU is unknown, a rate is not positive, the file does not hold measured kernels, or the
-            preset does not cover the dtype.
+            bounds do not cover the dtype.
     """
     gpu = gpu and gpu.lower()
     if gpu is not None and gpu not in GPUS:
@@ -55,13 +55,13 @@ def resolve_speed(
     check_above_zero("TFLOP/s", tflops=forward, backward_tflops=backward)
     if kernels is not None:
         return speed_from_file(kernels, call, gpu)
-    base = gpu_speed(gpu or "h100")
+    base = gpu_speed(gpu or "h100", call.head_dim)
     if forward is not None:
         alone = replace(call, tokens=SPEED_TOKENS, world=1, nodes=1, chunks=1, mask=Mask(causal=call.mask.causal))
         return base.fit_speeds((forward * 1e12, alone), None if backward is None else (backward * 1e12, alone)), ()
     if call.dtype not in MODELLED_DTYPES:
         raise ValueError(
-            f"--dtype is {call.dtype}: the GPU presets cover only {' and '.join(MODELLED_DTYPES)}. "
+            f"--dtype is {call.dtype}: the bounds of the default kernels cover only {' and '.join(MODELLED_DTYPES)}. "
             "Set --tflops or --kernels for this dtype."
         )
     return base, ()

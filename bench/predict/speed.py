@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +23,7 @@ DQ_SHARE, DKDV_SHARE = 3 / 7, 4 / 7  # shares of the backward's two kernels, whi
 STATE_BYTES = 4 + 4  # read and write fp32 out or dQ, per row and element of the head
 DKV_BYTES = 2 * (4 + 4)  # read and write fp32 dK and dV, per key and element of the head
 MODELLED_DTYPES = ("float16", "bfloat16")
-"""Dtypes that the presets cover, equally fast. float32 needs several products for one."""
+"""Dtypes that the bounds cover, equally fast. float32 needs several products for one."""
 Seconds = Any
 """A float, or an array with one element per length or per random draw."""
 
@@ -131,44 +134,37 @@ class Speed:
         return replace(self, forward=forward_speed, backward=backward_speed, peak=None)
 
 
-class Preset(NamedTuple):
-    """Kernel speeds of a GPU model, and the link inside a node; ``kernels/gpu.py`` has the model's other facts."""
-
-    forward: float
-    """Value of ``Speed.forward``: a rough rate of Triton's and PyTorch's kernels, until it is measured."""
-    backward: float
-    link: str
-    scaled_from: str = ""
-    """Another model for which these rates are; they are scaled by the ratio of the two peaks."""
-
-
 GPUS = {
-    "h100": Preset(560e12, 430e12, "nvlink4"),
-    "h200": Preset(560e12, 430e12, "nvlink4"),
-    "h800": Preset(560e12, 430e12, "nvlink4-h800"),
-    "h100-pcie": Preset(380e12, 290e12, "pcie5"),  # 350 W instead of 700 W, HBM2e
-    "b200": Preset(560e12, 430e12, "nvlink5", scaled_from="h100"),
-    "a100": Preset(215e12, 170e12, "nvlink3"),
-    "a800": Preset(215e12, 170e12, "nvlink3-a800"),
-    "a100-pcie": Preset(190e12, 150e12, "pcie4"),
-    # Both have mma.sync, as an A100 has.
-    "l40s": Preset(215e12, 170e12, "pcie4", scaled_from="a100"),
-    "a10": Preset(215e12, 170e12, "pcie4", scaled_from="a100"),
-}
-"""Presets by the keys of ``kernels.gpu.GPU_MODELS``."""
+    "h100": "nvlink4", "h200": "nvlink4", "h800": "nvlink4-h800", "h100-pcie": "pcie5", "b200": "nvlink5",
+    "a100": "nvlink3", "a800": "nvlink3-a800", "a100-pcie": "pcie4", "l40s": "pcie4", "a10": "pcie4",
+}  # fmt: skip
+"""Preset of the link inside a node by GPU model, a key of ``kernels.gpu.GPU_MODELS``."""
+
+BOUNDS = Path(__file__).with_name("bounds.json")
+"""Bounds of the default kernels in percent of peak; ``python -m tests.support.kernel_bounds`` records them."""
 
 
-def gpu_speed(key: str) -> Speed:
-    """Return the preset of a GPU model, by its key in ``GPUS``."""
+@cache
+def default_kernel_shares(arch: int, head_dim: int) -> tuple[float, float]:
+    """Return the shares of the peak that the default kernels' instructions allow: forward, and the backward's two.
+
+    The backward counts five products, of which its kernels compute seven.
+    """
+    by_head_dim = json.loads(BOUNDS.read_text())["percent"][str(arch)]
+    forward, dq, dkdv = by_head_dim[next((size for size in by_head_dim if head_dim <= int(size)), [*by_head_dim][-1])]
+    return forward / 100, 5 / 7 / (DQ_SHARE / dq + DKDV_SHARE / dkdv) / 100
+
+
+def gpu_speed(key: str, head_dim: int = 128) -> Speed:
+    """Return the speed of the default kernels on a GPU model, by its key in ``GPUS``."""
     from ...kernels.gpu import GPU_MODELS  # imports torch; --help needs only the keys
 
-    preset, gpu = GPUS[key], GPU_MODELS[key]
-    peak, measured_peak = gpu.tensor_flops, GPU_MODELS[preset.scaled_from or key].tensor_flops
-    assert peak and measured_peak and gpu.memory_bandwidth is not None and gpu.memory_bytes is not None
-    share = peak / measured_peak
+    gpu = GPU_MODELS[key]
+    assert gpu.tensor_flops and gpu.memory_bandwidth is not None and gpu.memory_bytes is not None
+    forward, backward = (share * gpu.tensor_flops for share in default_kernel_shares(gpu.arch, head_dim))
     return Speed(
-        gpu.name, share * preset.forward, share * preset.backward, gpu.memory_bandwidth, gpu.multiprocessors,
-        gpu.memory_bytes, link=preset.link, peak=peak,
+        gpu.name, forward, backward, gpu.memory_bandwidth, gpu.multiprocessors, gpu.memory_bytes, link=GPUS[key],
+        peak=gpu.tensor_flops,
     )  # fmt: skip
 
 

@@ -226,6 +226,8 @@ CALL_SECONDS = 10.0
 
 def explain_missing_nccl() -> str | None:
     """Return why CuPy's NCCL cannot be used and what to install, or None if it can. Does not touch a GPU."""
+    if torch.version.hip:
+        return "this PyTorch is for AMD GPUs; process_group transfers through RCCL, the nccl backend of torch"
     # torch is loaded already, so CuPy finds torch's NCCL library by name.
     extra = f"cupy-cuda{(torch.version.cuda or '13').split('.')[0]}"
     # CuPy only warns if it cannot load a library. If the user turns warnings into errors, its import would fail.

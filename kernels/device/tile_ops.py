@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from .tiles import LOG2_E
 
@@ -152,10 +153,16 @@ def row_pointers(tensor, offs, offs_d):
     return tensor.ptr + offs[:, None].to(tl.int64) * tensor.stride_s + offs_d[None, :]
 
 
+@triton.constexpr_function
+def dot_precision():
+    """Return the precision of fp32 products. The default is TF32 on NVIDIA GPUs, where 'ieee' spills."""
+    return "ieee" if is_hip() else "tf32x3"  # AMD's matrix instructions multiply in fp32
+
+
 @triton.jit
 def dot(a, b, acc):
-    # By default an fp32 dot is TF32 on a GPU, and 'ieee' spills. 16-bit inputs ignore the precision.
-    return tl.dot(a, b, acc, input_precision="tf32x3")
+    PRECISION: tl.constexpr = dot_precision()  # 16-bit inputs ignore it
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit

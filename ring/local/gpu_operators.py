@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.checks import MAX_HEAD_DIM
+from ...kernels.gpu import is_amd
 from ...kernels.launch import Pair
 from .operators import NO_DROPOUT, Operator, OperatorAttention, is_deterministic
 from .protocol import Supports
@@ -112,7 +113,7 @@ def flash_accepts(arch: int, dim: int, value_dim: int, deterministic: bool) -> b
 
 
 def cudnn_accepts(arch: int, dim: int, value_dim: int, deterministic: bool) -> bool:
-    if arch < 80 or deterministic:
+    if arch < 80 or is_amd(arch) or deterministic:
         return False
     is_deepseek = arch // 10 == 10 and (dim, value_dim) == (192, 128)
     return is_deepseek or max(dim, value_dim) <= (256 if arch == 90 else 128)

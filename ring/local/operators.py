@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import KernelConfig, Scores
+from ...kernels.gpu import arch_name, gpu_or_interpreter
 from ...kernels.launch import Pair
 from .protocol import Supports
 from .rectangles import RectangleAttention, Tensors
@@ -121,12 +122,12 @@ class OperatorAttention(RectangleAttention):
     def _check_dims(self, q: Tensor, v: Tensor, why: str, extra: int = 0) -> None:
         if q.device.type != "cuda":
             return
-        major, minor = torch.cuda.get_device_capability(q.device)
+        gpu = gpu_or_interpreter(q.device)
         dims, deterministic = (q.shape[3], v.shape[3]), is_deterministic()
         padded = self.operator.padded_dims(*(dim + extra for dim in dims))
-        if not self._accepts(10 * major + minor, *padded, deterministic):
+        if not self._accepts(gpu.arch, *padded, deterministic):
             mode = " in deterministic mode" if deterministic else ""
             raise ValueError(
                 f"backend {self.name!r} does not support head dim {dims[0]} for q and k and {dims[1]} for v{why} on "
-                f"compute capability {major}.{minor}{mode}: it supports {self._limits}"
+                f"{arch_name(gpu.arch)}{mode}: it supports {self._limits}"
             )

@@ -145,7 +145,7 @@ def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str
 
 
 @pytest.mark.parametrize(("spec", "message"), [
-    ("h100:bf16:64", "spec is 'h100:bf16:64': it must be ARCH:DTYPE:D"),
+    ("h100:bf16:64", "arch is 'h100': it must be one of 80"),
     ("75:bf16:64", "arch is '75': it must be one of 80, 86"),
     ("90:bf16:64:128x128", "tile is '128x128': it must be QxKxWARPSxSTAGES"),
     ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE, where NAME is one of forward_kernel, order"),

@@ -45,7 +45,7 @@ def problems(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_an_invalid_spec_is_refused() -> None:
     code, output = run("75:bf16:64")
-    assert code == 2 and "arch is '75': it must be one of 80, 86, 89, 90, 100, 120" in output
+    assert code == 2 and "arch is '75': it must be one of 80, 86, 89, 90, 100, 120, gfx942, gfx950" in output
 
 
 @pytest.mark.parametrize("specs", [[], ["90:bf16:128:dq", "90:bf16:64:hopper"]])
@@ -114,3 +114,30 @@ def test_the_report_of_the_defaults() -> None:
     # Two warpgroups alternate: the softmax of one overlaps with the products of the other.
     assert (hopper["loops"], hopper["threads"], hopper["products"]) == ("16 16", 384, 2 * 64 * 128 * 128 / 2048)
     assert hopper["bound"] > 95
+
+
+AMD = [f"{arch}:bf16:128:middle:bounded:mha:{kernel}" for arch in ("gfx942", "gfx950") for kernel in LEAST_BOUNDS]
+
+
+@pytest.mark.compiles(*AMD)
+def test_the_report_of_gpus_of_amd() -> None:
+    rows = inspect("--gate", *AMD, "gfx942:fp32:64:middle:bounded:mha:forward", "gfx942:bf16:128:quantize")
+    *report, fp32, quantize = rows
+    for row in report:
+        assert row["arch"] in row["variant"] and row["blocks"] >= 1 and row["threads"] in (256, 512)
+        assert row["shared"] <= 64 << 10 and row["regs"] <= 512 and row["spills"] == row["stack"] == 0
+        assert row["bound"] is row["ceiling"] is row["limiter"] is None and not row["problems"]
+    # Two products of 128 x 64 x 128 in four wavefronts, by instructions of 32x32x8 and, on gfx950, 32x32x16.
+    assert [row["matrix"] for row in report[::3]] == [2 * 128 * 64 * 128 // 4 // (32 * 32 * depth) for depth in (8, 16)]
+    assert report[0]["exponentials"] == 128 * 64 // 256 + 1  # and a rescaling
+    assert fp32["matrix"] > 0 and quantize["matrix"] is None and quantize["stack"] == 0
+
+
+@pytest.mark.parametrize("word", ["hopper", "hopper_backward", "dkdv:dkdv_epilogue=descriptors"])
+def test_kernels_for_nvidia_alone_are_refused_on_amd(word: str) -> None:
+    try:
+        variants = parse_variants(f"gfx942:bf16:128:middle:bounded:mha:{word}")
+    except ValueError as error:
+        assert "sm_90" in str(error)
+    else:
+        assert "compute capability 9.0" in inspect_variant(variants[0])["problems"]

@@ -120,6 +120,25 @@ def test_the_inner_of_nested_loops_is_the_main_loop() -> None:
     assert len(list(matrix_loops(nested))) == 1
 
 
+def test_loops_of_amdgcn() -> None:
+    """A label after the branch is not in the loop; scratch memory holds spills."""
+    (loop,) = matrix_loops("""
+    s_cbranch_scc1 .LBB0_3
+.LBB0_1:                                ; =>This Inner Loop Header: Depth=1
+    .loc 1 105 0
+    scratch_load_dwordx2 v[8:9], off, off offset:4 ; 8-byte Folded Reload
+    s_cbranch_vccnz .LBB0_2
+    v_exp_f32_e32 v4, v5
+.LBB0_2:
+    v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
+    s_cbranch_scc0 .LBB0_1
+    v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
+.LBB0_3:
+    s_endpgm
+""")
+    assert (loop.matrix, loop.local, len(loop.lines)) == (1, 1, 5)
+
+
 def test_one_wait_per_product_is_serialised() -> None:
     wait = "        /*0034*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
     (loop,) = matrix_loops(LISTING.replace("        /*0040*/", wait + "        /*0040*/"))
@@ -270,6 +289,12 @@ COMPILED = CompiledKernel(64, 0, 2560, 0, (LISTED,), arch=90, threads=128)
     (100, 64, 10_000, 256, 128, 2),  # limited by tensor memory
     (100, 64, 10_000, 592, 128, 0),
     (86, 128, 120_000, 0, 256, 0),  # does not fit
+    (0x942, 256, 32_768, 0, 256, 2),  # wavefronts of 64 threads: 512 registers per thread of each of 4 SIMDs
+    (0x942, 257, 16_384, 0, 256, 1),
+    (0x942, 32, 65_536, 0, 256, 1),
+    (0x942, 32, 65_537, 0, 256, 0),
+    (0x950, 32, 65_536, 0, 256, 2),
+    (0x942, 32, 0, 0, 256, 8),
 ])  # fmt: skip
 def test_blocks_of_an_sm(arch: int, registers: int, shared: int, tensor_memory: int, threads: int, blocks: int) -> None:
     compiled = CompiledKernel(registers, 0, shared, tensor_memory, (), arch=arch, threads=threads)

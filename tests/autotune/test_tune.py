@@ -104,9 +104,10 @@ def test_target_gpu(
     assert (chosen.name, device is not None) == (gpu, measures)
     assert ("nothing is measured" in why) != measures
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("ringattn.kernels.gpu.gpu_specs", lambda device: assumed_gpu(70, "Tesla V100"))
-    with pytest.raises(ValueError, match="arch is 'sm_70': it must be one of sm_80"):
-        cli_tune.resolve_target(None, compile_only)
+    for wrong, name in ((70, "sm_70"), (0x942, "gfx942")):
+        monkeypatch.setattr("ringattn.kernels.gpu.gpu_specs", lambda device, wrong=wrong: assumed_gpu(wrong, "another"))
+        with pytest.raises(ValueError, match=f"arch is '{name}': it must be one of sm_80"):
+            cli_tune.resolve_target(None, compile_only)
 
 
 @pytest.mark.parametrize(

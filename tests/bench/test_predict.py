@@ -32,7 +32,7 @@ from ringattn.ring.schedule.schedule import schedule
 from ringattn.ring.schedule.visibility import cut_keys
 
 LINKS = ClusterLinks(PRESETS["nvlink4"], PRESETS["ib400"])
-H100 = gpu_speed("h100")
+H100 = replace(gpu_speed("h100"), forward=560e12, backward=430e12)
 INPUTS = PredictionInputs(H100, LINKS)
 SMALL = PredictedCall(tokens=16, world=4, heads=4, kv_heads=2, head_dim=8)
 CAUSAL = Mask(causal=True)

@@ -17,9 +17,12 @@ from ringattn.bench.kernels.speed import UNITS
 from ringattn.bench.predict.inputs import speed_from_file
 from ringattn.bench.predict.links import parse_link
 from ringattn.bench.predict.predicted_call import PredictedCall
-from ringattn.bench.predict.speed import DKDV, DQ, FOLD, full_area, gpu_speed
+from ringattn.bench.predict.speed import BOUNDS, DKDV, DQ, FOLD, GPUS, default_kernel_shares, full_area, gpu_speed
 from ringattn.bench.timeline.events import from_chrome
+from ringattn.kernels.gpu import GPU_MODELS
 from ringattn.ring import Mask
+
+from ..support.kernel_bounds import compiled_bounds
 
 MAP = "--sweep tokens=1k..2k,gpus=2..4"
 TWO = ("--gpus", "2", "--tokens", "1k", "--kv-heads", "2")
@@ -61,7 +64,7 @@ REFUSED = {
     "--layout none.json --seqlen 8k": "--seqlen and --layout cannot be used together",
     f"--layout none.json {MAP}": "--layout and --sweep cannot be used together",
     "--slots 1 --world 4": "slots is 1: a ring of 4 ranks needs at least 2",
-    "--dtype fp32": "--dtype is float32: the GPU presets cover only float16 and bfloat16. Set --tflops or",
+    "--dtype fp32": "--dtype is float32: the bounds of the default kernels cover only float16 and",
     "--tokens 4m": "GB for this attention alone",
     "--seqlen 1001": "--seqlen is 1,001: it must be a multiple of --world, 8, such as 1,000",
     "--world 16385": "world is 16,385: it must be at most 16,384",
@@ -161,7 +164,33 @@ def test_presets_ignore_case(gpu: str, peak: int) -> None:
     result = results(*TWO, "--gpu", gpu, "--link", "NVLink4")
     assert result["provenance"]["speed"]["peak"] == peak * 1e12
     assert result["provenance"]["links"]["inside"]["source"].startswith("450 GB/s")
-    assert f"(assumed); published peak {peak}" in invoke(*TWO, "--gpu", gpu).output
+    forward, backward = default_kernel_shares(GPU_MODELS[gpu.lower()].arch, 128)
+    rate = f"{forward:.0%} of the peak of {peak} TFLOP/s forward, {backward:.0%} backward, the instruction bound of"
+    assert rate in " ".join(invoke(*TWO, "--gpu", gpu).output.split())
+
+
+def test_default_kernels_have_a_rate_at_every_head_dim_on_every_gpu() -> None:
+    table = json.loads(BOUNDS.read_text())["percent"]
+    assert {*table} == {str(GPU_MODELS[key].arch) for key in GPUS}
+    for arch, by_head_dim in table.items():
+        assert all(0 < bound <= 100 for bounds in by_head_dim.values() for bound in bounds)
+        for head_dim, (forward, dq, dkdv) in by_head_dim.items():
+            # Five products are counted. dQ computes three and dK/dV four, each at its own bound.
+            backward = 5 / (3 / dq + 4 / dkdv)
+            for size in (int(head_dim) - 1, int(head_dim)):
+                assert [*default_kernel_shares(int(arch), size)] == pytest.approx([forward / 100, backward / 100])
+    forward, backward = default_kernel_shares(90, 64)
+    result = results(*TWO, "--head-dim", "64")["provenance"]["speed"]
+    assert [result["forward"], result["backward"]] == pytest.approx([forward * 989e12, backward * 989e12])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_recorded_bounds_are_those_of_the_compiler() -> None:
+    """Compare the table with the compiler; ``python -m tests.support.kernel_bounds`` updates it."""
+    recorded, compiled = json.loads(BOUNDS.read_text()), compiled_bounds()
+    if recorded.pop("triton") == compiled.pop("triton"):
+        assert compiled == recorded
 
 
 @pytest.mark.parametrize(
@@ -201,7 +230,7 @@ def test_the_example_of_the_faq() -> None:
         for name, *cells in (line.strip("|").split("|") for line in text.splitlines() if line.startswith("| "))
         if "*" not in name
     }
-    flags = ["--seqlen", "1000000", "--world", "8", "--link", "200"]
+    flags = ["--seqlen", "1000000", "--world", "8", "--link", "200", "--tflops", "560", "--backward-tflops", "430"]
     runs = {
         "forward, causal": [*flags, "--causal", "--pass", "forward"],
         "forward, full": [*flags, "--full", "--pass", "forward"],

@@ -80,9 +80,11 @@ def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> N
     assert closed == [(0, GLOBAL), (1, THREAD_LOCAL)]
 
 
-def test_the_capture_mode_is_exchanged_in_the_cuda_runtime_of_torch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("runtime", ["cuda", "hip"])
+def test_the_capture_mode_is_exchanged_in_the_runtime_of_torch(
+    runtime: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.2" if runtime == "hip" else None)
     modes, loaded = [GLOBAL], list[str]()
 
     def exchange(mode: Any) -> int:
@@ -92,13 +94,13 @@ def test_the_capture_mode_is_exchanged_in_the_cuda_runtime_of_torch(
 
     def load(path: str) -> object:
         loaded.append(path)
-        return SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange) if len(loaded) == 1 else object()
+        return SimpleNamespace(**{f"{runtime}ThreadExchangeStreamCaptureMode": exchange} if len(loaded) == 1 else {})
 
     monkeypatch.setattr(ctypes, "CDLL", load)
     cuda_threads._load_exchange_mode.cache_clear()
     assert exchange_capture_mode(THREAD_LOCAL) == GLOBAL
     assert exchange_capture_mode(GLOBAL) == THREAD_LOCAL
-    assert loaded == [str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so")]
+    assert loaded == [str(Path(torch.__file__).parent / "lib" / f"libc10_{runtime}.so")]
     cuda_threads._load_exchange_mode.cache_clear()
     assert exchange_capture_mode(THREAD_LOCAL) == exchange_capture_mode(THREAD_LOCAL) == THREAD_LOCAL
     (record,) = caplog.records  # a runtime without the function is logged once

@@ -332,6 +332,17 @@ def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: 
         Peers(monkeypatch, "cuda:nccl").choose("nccl", CUDA)
 
 
+def test_auto_transfers_through_rccl_on_rocm(able: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch calls RCCL "nccl", and the process group uses it; transports on CuPy's NCCL say why they do not."""
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    assert able.choose("auto", CUDA) == [("process_group",)]
+    for name in ("nccl", "nccl_one_sided"):
+        with pytest.raises(
+            ValueError, match=f'"{name}", which cannot be used: this PyTorch is for AMD GPUs; process_g'
+        ):
+            able.choose(name, CUDA)
+
+
 @pytest.fixture
 def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
     """Return two ranks on which every transport works."""

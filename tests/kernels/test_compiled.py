@@ -117,12 +117,15 @@ NIGHTLY: dict[str, list[str]] = {
 
 WITH = {"descriptors": (90, 100, 120), "hopper": (90,)}
 """GPUs with TMA or wgmma. Other variants run on all architectures."""
+ON_AMD = ("bf16", "fp32", "features", "two parts")
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("what", "arch"), [(what, arch) for what in NIGHTLY for arch in WITH.get(what, ARCHS)])
-def test_everything_that_can_be_launched_passes_the_gate(what: str, arch: int) -> None:
+@pytest.mark.parametrize(("what", "arch"), [
+    *((what, arch) for what in NIGHTLY for arch in WITH.get(what, ARCHS)), *product(ON_AMD, ("gfx942", "gfx950"))
+])  # fmt: skip
+def test_everything_that_can_be_launched_passes_the_gate(what: str, arch: int | str) -> None:
     specs = list(NIGHTLY[what])
     if (what, arch) == ("descriptors", 90):  # persistent kernels do not fit sm_120
         specs += [

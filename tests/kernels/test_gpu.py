@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime import driver
 
+from ringattn.autotune.compile import StandInDriver
 from ringattn.bench.predict.speed import GPUS, gpu_speed
 from ringattn.kernels.compile_target import CompileTarget, compiling_for
+from ringattn.kernels.config import built_in_config
+from ringattn.kernels.device.tile_ops import dot_precision
 from ringattn.kernels.gpu import (
     ARCHS,
     GPU_MODELS,
@@ -17,12 +22,14 @@ from ringattn.kernels.gpu import (
     MULTIPROCESSOR_SPECS,
     SMALLEST_L2,
     GpuSpec,
+    arch_name,
     assumed_gpu,
     find_model,
     gpu_or_interpreter,
     gpu_specs,
     shared_limit,
 )
+from ringattn.kernels.launch import has_tma
 
 
 @pytest.mark.parametrize("key", GPU_MODELS)
@@ -49,6 +56,7 @@ def test_predicted_speeds_are_below_the_peak(key: str) -> None:
         ("NVIDIA A10", "a10"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA L40S", "l40s"),
+        ("AMD Instinct MI300X", "mi300x"),
         ("Tesla V100-SXM2-32GB", None),
     ],
 )
@@ -60,6 +68,31 @@ def test_unknown_capability_has_the_smallest_l2_and_the_largest_shared_limit() -
     assert assumed_gpu(75) == GpuSpec("sm_75", 75, 132, SMALLEST_L2)
     assert shared_limit(75) == max(map(shared_limit, ARCHS)) == 232_448
     assert assumed_gpu(90, "NVIDIA H200")[:2] == ("NVIDIA H200", 90)
+
+
+def test_an_unknown_gpu_of_amd_gets_tiles_that_fit_every_known_one() -> None:
+    assert assumed_gpu(0x90A).name == "gfx90a" and shared_limit(0x90A) == 64 << 10 < shared_limit(0x950)
+    for dtype, head_dim in product((torch.bfloat16, torch.float32), (64, 128, 256)):
+        assert built_in_config(0x90A, dtype, head_dim) == built_in_config(0x942, dtype, head_dim)
+    assert built_in_config(0x90A, torch.bfloat16, 64) != built_in_config(75, torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize("name", ["gfx942:sramecc+:xnack-", "gfx950"])
+def test_a_gpu_of_amd_is_known_by_its_gfx_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI300X has capability 9.4 on ROCm, which must not count as sm_94."""
+    gpu = SimpleNamespace(
+        name="AMD Instinct", major=9, minor=4, gcnArchName=name, multi_processor_count=304, total_memory=192 << 30
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    found = gpu_specs(torch.device("cuda", 90 + len(name)))  # not queried by any other test
+    assert found is not None and found.arch == int(name[3:6], 16) and arch_name(found.arch) == name[:6]
+    assert not has_tma(found.arch) and found.l2_bytes == 4 << 20
+
+
+def test_the_precision_of_fp32_products_is_one_that_the_compiler_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arch, precision in ((90, "tf32x3"), (0x942, "ieee")):
+        monkeypatch.setattr(driver, "_active", StandInDriver(arch, device=0))
+        assert dot_precision() == precision
 
 
 def test_gpu_specs_are_queried_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:

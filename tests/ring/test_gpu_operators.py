@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn import Layout, Supports, ring_attention
 from ringattn.kernels import PLAIN
+from ringattn.kernels.gpu import arch_name, assumed_gpu
 from ringattn.ring import loop
 from ringattn.ring.cpu import aten
 from ringattn.ring.cpu.aten import CPU_OPERATOR
@@ -233,34 +234,35 @@ def test_only_masks_and_gradients_are_supported(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "arch", "dims", "deterministic", "accepted"), [
-    ("flash", (8, 0), (256, 256), True, True),
-    ("flash", (7, 5), (64, 64), False, False),
-    ("flash", (8, 9), (128, 193), False, False),  # padded to 200
-    ("flash", (9, 0), (192, 128), False, True),
-    ("cudnn", (8, 0), (128, 128), False, True),
-    ("cudnn", (8, 0), (129, 64), False, False),
-    ("cudnn", (9, 0), (256, 256), False, True),
-    ("cudnn", (9, 0), (64, 64), True, False),
-    ("cudnn", (10, 3), (192, 128), False, True),
-    ("cudnn", (10, 0), (192, 192), False, False),
-    ("fa3", (8, 0), (256, 256), False, True),
-    ("fa3", (8, 0), (192, 128), False, False),
-    ("fa3", (9, 0), (192, 128), False, True),
-    ("fa3", (9, 0), (128, 64), False, False),
-    ("fa3", (9, 0), (64, 256), False, True),
-    ("fa3", (9, 0), (256, 256), True, False),
-    ("fa3", (10, 0), (128, 128), False, False),
-    ("fa4", (8, 0), (64, 64), False, False),
-    ("fa4", (9, 0), (256, 128), False, True),
-    ("fa4", (10, 0), (256, 256), False, True),
-    ("fa4", (10, 0), (192, 192), False, False),
-    ("fa4", (12, 0), (128, 128), True, False),
+    ("flash", 80, (256, 256), True, True),
+    ("flash", 75, (64, 64), False, False),
+    ("flash", 89, (128, 193), False, False),  # padded to 200
+    ("flash", 90, (192, 128), False, True),
+    ("cudnn", 80, (128, 128), False, True),
+    ("cudnn", 80, (129, 64), False, False),
+    ("cudnn", 90, (256, 256), False, True),
+    ("cudnn", 90, (64, 64), True, False),
+    ("cudnn", 103, (192, 128), False, True),
+    ("cudnn", 100, (192, 192), False, False),
+    ("fa3", 80, (256, 256), False, True),
+    ("fa3", 80, (192, 128), False, False),
+    ("fa3", 90, (192, 128), False, True),
+    ("fa3", 90, (128, 64), False, False),
+    ("fa3", 90, (64, 256), False, True),
+    ("fa3", 90, (256, 256), True, False),
+    ("fa3", 100, (128, 128), False, False),
+    ("fa4", 80, (64, 64), False, False),
+    ("fa4", 90, (256, 128), False, True),
+    ("fa4", 100, (256, 256), False, True),
+    ("fa4", 100, (192, 192), False, False),
+    ("fa4", 120, (128, 128), True, False),
+    *((name, 0x942, (64, 64), False, False) for name in ("cudnn", "fa3", "fa4")),
 ])  # fmt: skip
 def test_head_dims_of_every_gpu(
-    name: str, arch: tuple[int, int], dims: tuple[int, int], deterministic: bool, accepted: bool,
+    name: str, arch: int, dims: tuple[int, int], deterministic: bool, accepted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: arch)
+    monkeypatch.setattr("ringattn.kernels.gpu._query_gpu", lambda device: assumed_gpu(arch))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     kernel = on_cpu(BACKENDS[name].operator, accepts=BACKENDS[name]._accepts, limits="THESE")
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -268,7 +270,7 @@ def test_head_dims_of_every_gpu(
         if accepted:
             kernel.check(q, v, scores=PLAIN, block=None, config=None)
         else:
-            message = f"head dim {dims[0]} for q and k and {dims[1]} for v .*{arch[0]}.{arch[1]}.*THESE"
+            message = f"head dim {dims[0]} for q and k and {dims[1]} for v .*{arch_name(arch)}.*THESE"
             with pytest.raises(ValueError, match=message):
                 kernel.check(q, v, scores=PLAIN, block=None, config=None)
 
@@ -276,7 +278,7 @@ def test_head_dims_of_every_gpu(
 def test_columns_of_an_lse_gradient_count_as_head_dim() -> None:
     kernel = on_cpu(gpu_operators.FLASH_OPERATOR, accepts=lambda arch, dim, *_: dim <= 64)
     with FakeTensorMode(), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patched.setattr("ringattn.kernels.gpu._query_gpu", lambda device: assumed_gpu(90))
         narrow, wide = (torch.empty(1, 1, 1, dim, device="cuda") for dim in (62, 64))
         kernel.check(wide, wide, scores=PLAIN, block=None, config=None)
         kernel.check_dlse(narrow, narrow)

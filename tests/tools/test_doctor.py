@@ -282,6 +282,7 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_versions([HEALTHY, TRITON_38]), FAIL, "rank 1: 3.8"),
     (machine.check_assembler([HEALTHY]), OK, "ptxas 12.8.93 for sm_90; before 13.1 it may generate wrong code"),
     (machine.check_assembler([{**HEALTHY, "assembler": [90, [13, 1, 80]]}]), OK, "ptxas 13.1.80 for sm_90"),
+    (machine.check_assembler([{**HEALTHY, "assembler": [0x942, []]}]), OK, "LLVM for gfx942"),
     (machine.check_libraries([HEALTHY, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
     (machine.check_libraries([NO_NCCL], on_gpu=False), SKIPPED, "none is loaded: nothing on a CPU loads it"),
     (machine.check_cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "cannot use NCCL: rank 1: no CuPy"),

@@ -21,6 +21,7 @@ from ...comm.topology import nvml
 from ...comm.topology.nvml import DeviceInfo, pairs_by_link
 from ...comm.topology.topology import Topology
 from ...comm.transports.nccl import explain_missing_nccl, loaded_libraries
+from ...kernels.gpu import arch_name, gpu_or_interpreter, is_amd
 from .findings import FAIL, OK, SKIPPED, Finding, list_ranks, text_by_rank
 
 # settings that disable a fast path and are easily forgotten in a shell
@@ -50,7 +51,7 @@ ASSEMBLER_HINT = (
 ProcessFacts = dict[str, Any]
 """Facts about one process as JSON: ``versions`` by name, ``libraries`` (path and version of every loaded libnccl),
 ``no_nccl`` (the reason why CuPy cannot use NCCL, or ""), ``c_compiler`` (path or ""), ``settings`` (all ``NCCL_*``),
-and ``assembler`` (compute capability of the GPU, or 90 without one, and the version of Triton's ptxas for it).
+and ``assembler`` (architecture of the GPU, or 90 without one, and the version of Triton's ptxas, empty for AMD).
 """
 
 
@@ -65,15 +66,16 @@ def collect_facts() -> ProcessFacts:
         "triton": str(triton.__version__),
         "CuPy": getattr(sys.modules.get("cupy"), "__version__", None),
         "torch's CUDA": torch.version.cuda,
+        "torch's ROCm": torch.version.hip,
         "driver": driver,
         "Python": platform.python_version(),
     }
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
     libraries = [[str(path), _library_version(path)] for path in loaded_libraries()]
-    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    arch = 10 * major + minor
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    arch = gpu_or_interpreter(device).arch or 90
     facts = {"versions": versions, "libraries": libraries, "no_nccl": no_nccl, "settings": settings}
-    assembler = [arch, [*assembler_version(triton_assembler(arch))]]
+    assembler = [arch, [] if is_amd(arch) else [*assembler_version(triton_assembler(arch))]]
     return facts | {"c_compiler": find_c_compiler(), "assembler": assembler}
 
 
@@ -126,8 +128,9 @@ def check_assembler(everyone: Sequence[ProcessFacts]) -> Finding:
     """Report the version of the assembler, with a warning if it may miscompile kernels for sm_90."""
     texts = []
     for arch, version in (rank_facts["assembler"] for rank_facts in everyone):
+        assembler = f"ptxas {'.'.join(map(str, version))}" if version else "LLVM"
         is_unsafe = arch == 90 and tuple(version) < SAFE_ASSEMBLER
-        texts.append(f"ptxas {'.'.join(map(str, version))} for sm_{arch}{f'; {ASSEMBLER_HINT}' if is_unsafe else ''}")
+        texts.append(f"{assembler} for {arch_name(arch)}{f'; {ASSEMBLER_HINT}' if is_unsafe else ''}")
     return Finding("assembler", OK, text_by_rank(texts))
 
 
