@@ -82,6 +82,9 @@ class ShapeFlags:
     nodes: Annotated[int, typer.Option(min=1, help="Number of machines; several make a two-level ring.")] = 1
     nics: Annotated[int | None, typer.Option(min=1, help="NICs per node; default and maximum: one per GPU.")] = None
     layout: flags.LayoutOrFile = flags.LayoutName.zigzag
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Layout.packed: even work and few K/V to send; needs documents.")
+    ] = False
     heads: flags.Heads = 32
     kv_heads: flags.KvHeads = None
     head_dim: flags.HeadDim = 128
@@ -228,6 +231,8 @@ def _read_layout(context: typer.Context, shape: ShapeFlags) -> ShapeFlags:
 
 def _build_call(shape: ShapeFlags, mask: MaskFlags, ring: RingFlags) -> PredictedCall:
     """Return the call that these flags describe; raise ValueError if they do not fit each other."""
+    from ...comm.topology.topology import Topology
+    from ...ring import Layout, Mask
     from ..common.attention import AttentionConfig, document_boundaries, read_mask
     from .predicted_call import PredictedCall
 
@@ -242,9 +247,15 @@ def _build_call(shape: ShapeFlags, mask: MaskFlags, ring: RingFlags) -> Predicte
         prefix_length=mask.prefix_length, cu_seqlens=None if boundaries is None else tuple(boundaries),
         block_mask=mask.block_mask, layout="contiguous", **read_mask(mask.mask_file, tokens * world),
     )  # fmt: skip
-    kv_heads = flags.resolve_kv_heads(shape.heads, shape.kv_heads)
+    kv_heads, layout = flags.resolve_kv_heads(shape.heads, shape.kv_heads), shape.layout
+    if shape.packed:
+        if boundaries is None or layout != flags.LayoutName.zigzag:
+            raise ValueError("--packed needs --documents or --cu-seqlens, and no other layout")
+        masks, nodes = [(Mask(mask.causal, config.window), 1)], shape.nodes
+        topology = None if world % nodes else Topology.grid(nodes, world // nodes)
+        layout = Layout.packed(boundaries, world, masks=masks, topology=topology)
     return PredictedCall(
-        tokens, world, shape.layout, config.mask, shape.heads, kv_heads, shape.head_dim, shape.batch, shape.dtype,
+        tokens, world, layout, config.mask, shape.heads, kv_heads, shape.head_dim, shape.batch, shape.dtype,
         shape.nodes, **asdict(ring),
     )  # fmt: skip
 

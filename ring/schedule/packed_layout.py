@@ -41,10 +41,11 @@ PAIRS_PER_TOKEN = 640, 3072
 Estimated for a step with 4 query heads per K/V head, 500 TFLOP/s, 220 GB/s of NVLink and 47 GB/s of InfiniBand.
 """
 PAIRS_PER_LAUNCH = 256
-"""Visible pairs that a GPU computes in the time that a hop adds per query row and per key of the shard.
+"""Visible pairs that a GPU computes in the time that a hop adds per query row, key and row of a masked tile.
 
 A hop rewrites the state of every row, and its last programs leave multiprocessors idle while they read its keys.
 """
+TILE_ROWS = 128  # a run of positions ends in one masked tile
 PAIRS_PER_EXTRA_TOKEN = 8192  # about a third of the linear layers of an 8B model, because attention is balanced first
 SLOWDOWN = 8  # a kernel loses 1/8 of its speed during a transfer
 SENT_SHARE = 3, 4  # `visibility.MAX_SENT_SHARE`
@@ -125,21 +126,29 @@ class PackedProblem:
 
     def cost(self, runs: Runs) -> Cost:
         """Return the cost of a layout."""
-        tokens = self._sum_by_rank(runs, runs.stops - runs.starts)
-        step, moved, first = 0, 0, self.boundaries[runs.documents]
+        tokens, world = self._sum_by_rank(runs, runs.stops - runs.starts), len(self.shares)
+        step, moved = 0, 0
+        extra = max(map(self._time, tokens.tolist(), self.shares)) - int(tokens.sum()) // world
         for mask in self.masks:
-            before, after = (self.pairs(runs.documents, at - first, masks=[mask]) for at in (runs.starts, runs.stops))
-            active, lengths = self._visibility(runs, mask, tokens)
-            launches = (active.T @ lengths + active.sum(axis=0) * tokens - tokens - lengths) * PAIRS_PER_LAUNCH
-            work = (self._sum_by_rank(runs, after - before) + mask.layers * launches).tolist()
-            sent = self._moves(active, lengths)
+            pairs, lengths = self._visibility(runs, mask, tokens)
+            shards, ranks = np.nonzero(pairs + np.eye(world, dtype=np.int64))
+            masked = np.minimum(tokens, TILE_ROWS * np.bincount(runs.ranks, minlength=world))
+            work = pairs[shards, ranks] + PAIRS_PER_LAUNCH * masked[ranks]
+            work += PAIRS_PER_LAUNCH * (shards != ranks) * (lengths[shards] + tokens[ranks])
+            by_rank = np.zeros(world, np.int64)
+            np.add.at(by_rank, ranks, work)
+            slowest = max(map(self._time, by_rank.tolist(), self.shares))
+            outer, distance = self._distances(shards, ranks)
+            by_hop = np.zeros((len(self.nodes), len(self.nodes[0])), np.int64)
+            scale = np.array([(sum(self.shares) << 10) // max(share * world, 1) for share in self.shares])
+            np.maximum.at(by_hop, (outer, distance), work * scale[ranks] >> 10)
+            # ranks wait for slower ranks, but not at every hop
+            compute = (slowest + int(by_hop.sum())) // 2 + extra * PAIRS_PER_EXTRA_TOKEN
+            sent = self._moves(pairs > 0, lengths)
             busiest = (
                 int(keys.max()) * PAIRS_PER_TOKEN[level or self.crosses_nodes] for level, keys in enumerate(sent)
             )
-            slowest = max(map(self._time, work, self.shares))
-            extra = max(map(self._time, tokens.tolist(), self.shares)) - tokens.sum() // len(tokens)
-            slowest += mask.layers * int(extra) * PAIRS_PER_EXTRA_TOKEN
-            step += self.step(slowest, mask, max(busiest))
+            step += mask.layers * self.step(compute, max(busiest))
             moved += mask.layers * int(sum(keys.sum() for keys in sent))
         return Cost(self.excess(runs), step, moved)
 
@@ -147,9 +156,9 @@ class PackedProblem:
         """Return the number of tokens above the limits of the ranks."""
         return int(np.maximum(self._sum_by_rank(runs, runs.stops - runs.starts) - self.limits, 0).sum())
 
-    def step(self, slowest: int, mask: PackedMask, transfer: int) -> int:
-        """Return the time of the layers of one mask."""
-        return max(SLOWDOWN * slowest + mask.layers * transfer, SLOWDOWN * mask.layers * transfer)
+    def step(self, compute: int, transfer: int) -> int:
+        """Return the time of a layer."""
+        return max(SLOWDOWN * compute + transfer, SLOWDOWN * transfer)
 
     def least_step(self, *, all_see_all: bool = False) -> int:
         """Return a lower bound for the time of all layers.
@@ -161,10 +170,11 @@ class PackedProblem:
         keys = int((wide - wide // (2 * world) - 1).sum()) // world  # other ranks see all but the last keys
         hops = (len(self.nodes[0]) - 1) * len(self.nodes)
         for mask in self.masks:
-            work = -(-int(self.pairs(every, self.lengths, masks=[mask]).sum()) // world)
+            work = -(-int(self.pairs(every, self.lengths, masks=[mask]).sum()) // (world * mask.layers))
             seen = keys if all_see_all and mask.left < 0 else 0
-            launches = mask.layers * (world - 1) * 2 * seen * PAIRS_PER_LAUNCH
-            total += self.step(work + launches, mask, hops * seen * PAIRS_PER_TOKEN[self.crosses_nodes])
+            launches = (world - 1) * 2 * seen * PAIRS_PER_LAUNCH
+            transfer = hops * seen * PAIRS_PER_TOKEN[self.crosses_nodes]
+            total += mask.layers * self.step(work + launches, transfer)
         return total
 
     def _time(self, pairs: int, share: int) -> int:
@@ -176,26 +186,33 @@ class PackedProblem:
         np.add.at(total, runs.ranks, values)
         return total
 
-    def _visibility(self, runs: Runs, mask: PackedMask, tokens: Vector) -> tuple[npt.NDArray[np.bool_], Vector]:
-        """Return which shard each rank sees, ``[shard, rank]``, and how many keys of each shard are sent."""
-        lo, hi = self.boundaries[runs.documents], self.boundaries[runs.documents + 1]
-        lo = np.maximum(lo, runs.starts - mask.left) if mask.left >= 0 else lo
-        hi = np.minimum(hi, runs.stops + mask.right) if mask.right >= 0 else hi
+    def _visibility(self, runs: Runs, mask: PackedMask, tokens: Vector) -> tuple[Vector, Vector]:
+        """Return the visible pairs of each shard and rank, ``[shard, rank]``, and the sent keys of each shard."""
+        origin, end = self.boundaries[runs.documents], self.boundaries[runs.documents + 1]
+        lo = np.maximum(origin, runs.starts - mask.left) if mask.left >= 0 else origin
+        hi = np.minimum(end, runs.stops + mask.right) if mask.right >= 0 else end
         first = np.searchsorted(runs.stops, lo, side="right")
         counts = np.searchsorted(runs.starts, hi) - first
         queries = np.repeat(np.arange(len(lo)), counts)  # each run of queries, with each run of keys that it sees
         keys = np.arange(len(queries)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        pairs = np.zeros((len(self.shares), len(self.shares)), np.int64)
+        spans = ((at[which] - origin[queries]) for which in (queries, keys) for at in (runs.starts, runs.stops))
+        np.add.at(pairs, (runs.ranks[keys], runs.ranks[queries]), _run_pairs(mask, *spans))
         foreign = runs.ranks[queries] != runs.ranks[keys]
         queries, keys = queries[foreign], keys[foreign]
-        active = np.eye(len(self.shares), dtype=np.bool_)
-        active[runs.ranks[keys], runs.ranks[queries]] = True
         begins, ends = runs.stops.copy(), runs.starts.copy()
         np.minimum.at(begins, keys, np.maximum(lo[queries], runs.starts[keys]))
         np.maximum.at(ends, keys, np.minimum(hi[queries], runs.stops[keys]))
         lengths = self._sum_by_rank(runs, np.maximum(ends - begins, 0))
         if lengths.sum() * SENT_SHARE[1] >= tokens.sum() * SENT_SHARE[0]:
             lengths = tokens
-        return active, lengths
+        return pairs, lengths
+
+    def _distances(self, shards: Vector, ranks: Vector) -> tuple[Vector, Vector]:
+        """Return the distances of ranks from shards, in nodes and in ranks of a node."""
+        grid = np.array(self.nodes)
+        node, local = np.divmod(np.argsort(grid.ravel()), grid.shape[1])
+        return (node[ranks] - node[shards]) % grid.shape[0], (local[ranks] - local[shards]) % grid.shape[1]
 
     def _moves(self, active: npt.NDArray[np.bool_], lengths: Vector) -> tuple[Vector, Vector]:
         """Return the keys that each rank sends, inside nodes and between them, as :class:`.Schedule` moves them."""
@@ -203,9 +220,7 @@ class PackedProblem:
         node, local = np.divmod(np.argsort(grid.ravel()), grid.shape[1])
         shards, ranks = np.nonzero(active)
         seen = np.zeros((len(active), *grid.shape), np.bool_)  # [shard, outer, step]
-        seen[shards, (node[ranks] - node[shards]) % grid.shape[0], (local[ranks] - local[shards]) % grid.shape[1]] = (
-            True
-        )
+        seen[(shards, *self._distances(shards, ranks))] = True
         outers = order_distances(np.asarray(seen.any(axis=2))[:, None], lengths)
         steps = order_distances(seen, lengths)
         seen = seen[:, outers][:, :, steps]
@@ -219,10 +234,26 @@ class PackedProblem:
         return inside, between
 
 
-def _clipped_sum(count: Vector, limit: int) -> Vector:
+def _clipped_sum(count: Vector, limit: int | Vector) -> Vector:
     """Return the sum of ``min(i, limit)`` over ``0 <= i < count``; -1 is no limit."""
-    rising = count if limit < 0 else np.minimum(count, limit + 1)
-    return rising * (rising - 1) // 2 + (count - rising) * max(limit, 0)
+    limit = np.where(np.asarray(limit) < 0, count, limit)
+    rising = np.minimum(count, limit + 1)
+    return rising * (rising - 1) // 2 + (count - rising) * limit
+
+
+def _run_pairs(mask: PackedMask, first: Vector, last: Vector, begin: Vector, end: Vector) -> Vector:
+    """Return the pairs of queries ``[first, last)`` and keys ``[begin, end)``, counted from a document's start."""
+
+    def up_to(key: Vector) -> Vector:
+        """Return the number of keys in front of ``key`` that are in front of the end of each query's window."""
+
+        def in_front(shift: int) -> Vector:
+            return _clipped_sum(np.maximum(last + shift, 0), key) - _clipped_sum(np.maximum(first + shift, 0), key)
+
+        seen = (last - first) * key if mask.right < 0 else in_front(mask.right + 1)
+        return seen if mask.left < 0 else seen - in_front(-mask.left)
+
+    return up_to(end) - up_to(begin)
 
 
 def packed_spans(
