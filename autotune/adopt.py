@@ -207,7 +207,7 @@ def find_wrong_result(job: CheckJob) -> tuple[str, bool]:
             for name in judge.failing_results(errors):
                 again = f" in run {number + 1}" if number else ""
                 return (
-                    f"the error of {name} is {errors[name]:.3g}{again}; at most {judge.limits[name]:.3g} is allowed "
+                    f"error of {name} is {errors[name]:.3g}{again}; at most {judge.limits[name]:.3g} is allowed "
                     f"({world} ranks, {dict(masks)})"
                 ), False
     return "", repeatable

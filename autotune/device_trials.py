@@ -82,7 +82,7 @@ class DeviceTrials:
             return f"{type(error).__name__}: {error}".splitlines()[0][:300]
         errors = self._judge.head_errors(results)
         for name in self._judge.failing_results(errors):
-            return f"the error of {name} is {errors[name]:.3g}, but PyTorch's is {self._judge.pytorch_errors[name]:.3g}"
+            return f"error of {name} is {errors[name]:.3g}, but PyTorch's is {self._judge.pytorch_errors[name]:.3g}"
         return None
 
     def run(self, tile: Tile) -> TimedRun:

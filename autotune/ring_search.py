@@ -159,7 +159,7 @@ def ring_error(problem: AttentionConfig, ring: Ring, device: torch.device, judge
     shards = candidate.run(candidate.shards(problem.tensors(), device))
     errors = judge.head_errors(gather_results(candidate, shards, problem, judge.kv_heads))
     for name in judge.failing_results(errors):
-        return f"the error of {name} is {errors[name]:.2g}, above the limit of {judge.limits[name]:.2g}"
+        return f"error of {name} is {errors[name]:.2g}, above the limit of {judge.limits[name]:.2g}"
     return None
 
 

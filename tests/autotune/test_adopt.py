@@ -371,7 +371,7 @@ def give_away(path: Path) -> None:
 )
 def test_a_bad_record_is_named_and_not_used(damage: Callable[[Path], object], reason: str) -> None:
     damage(path := save())
-    with pytest.warns(UserWarning, match="is refused") as caught:
+    with pytest.warns(UserWarning, match="is rejected") as caught:
         assert not attend()
     (message,) = (str(warning.message) for warning in caught)
     assert message.startswith(str(path)) and reason in message

@@ -71,7 +71,7 @@ def run_command(*arguments: str) -> Any:
     (["--device", "cpu"], "--device has no effect without --ring"),
     (["--ring", "--value-dim", "64"], "--value-dim is 64: with --ring it must equal --head-dim"),
     (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles cannot be used with --ring"),
-    (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
+    (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks need"),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused(
     arguments: list[str], message: str, alone: None, monkeypatch: pytest.MonkeyPatch

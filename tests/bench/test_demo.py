@@ -161,7 +161,7 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
 
 
 @pytest.mark.parametrize(("flag", "value", "message"), [
-    ("--seqlen", "100g", "--seqlen: 107,374,182,400 tokens take"),
+    ("--seqlen", "100g", "--seqlen: 107,374,182,400 tokens need"),
     ("--dtype", "int8", "'int8' is not valid: it must be one of fp32, bf16, fp16"),
     ("--seqlen", "0", "'0' is not valid: it must be"),
     ("--kv-heads", "3", "--kv-heads is 3"),

@@ -172,8 +172,8 @@ def no_room() -> Transport:
     ("mistake", "match"),
     [
         (no_room, "rank 1: MemoryError: no room"),
-        (lambda: 3, r"rank 1: TypeError: .* returned 3, without the attributes rank, size, mark, post, "),
-        (object, r"rank 1: TypeError: .* returned an object, without the attributes"),
+        (lambda: 3, r"rank 1: TypeError: .* returned 3, which lacks the attributes rank, size, mark, post, "),
+        (object, r"rank 1: TypeError: .* returned an object, which lacks the attributes"),
     ],
 )
 @pytest.mark.parametrize("waits", [False, True])

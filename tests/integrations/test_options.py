@@ -16,6 +16,7 @@ from transformers import masking_utils as masking
 
 from ringattn.integrations import ring_attention_pytorch, ring_flash_attn, torch_sdpa, transformers, yunchang
 from ringattn.integrations.transformer_engine import DotProductAttention
+from ringattn.ring import prefix_tree
 
 from ..support.ring_cases import run_ranks
 
@@ -24,11 +25,13 @@ Q, K = torch.randn(1, 8, 4, 16), torch.randn(1, 8, 2, 16)
 HEAD_FIRST = Q.transpose(1, 2), K.transpose(1, 2), K.transpose(1, 2)
 SINK, SLOPES = torch.randn(4), torch.tensor([0.5, 0.25, 0.125, 0.0625])
 MASK = torch.arange(8)[None] < 6
+TREE = prefix_tree([3, 2, 3], [-1, 0, 0])
 
 NEUTRAL: Call = {
     "causal": False, "window_size": (-1, -1), "softmax_scale": None, "softcap": 0.0, "learnable_sink": None,
     "alibi_slopes": None, "dropout_p": 0.0, "dropout_seed": None, "first_head": 0, "cu_seqlens": None,
-    "seqused_k": None, "key_mask": None, "prefix_length": None, "align": None, "backend": "auto", "return_lse": False,
+    "seqused_k": None, "key_mask": None, "prefix_length": None, "islands": None, "intervals": None, "align": None,
+    "backend": "auto", "return_lse": False,
 }  # fmt: skip
 """Values that an integration passes to ``ring_attention`` if its framework's option is not given."""
 STRUCTURE = {"layout", "kv_layout", "group", "ring"}
@@ -129,10 +132,10 @@ def megatron(
     return module.train(train)(*tensors, None, **call)
 
 
-def attend(mask_function: Any = None, cu_seqlens: Any = None, is_causal: bool | None = True, **options: Any) -> None:
-    """Call transformers' attention interface with a mask from its mask interface."""
+def attend(mask_function: Any = None, is_causal: bool | None = True, packed: Any = None, **options: Any) -> None:
+    """Call transformers' attention interface with a mask from its mask interface; ``packed`` goes to ``sharded``."""
     mask = None
-    with transformers.sharded(nn.Module(), None, cu_seqlens=cu_seqlens):
+    with transformers.sharded(nn.Module(), None, **packed or {}):
         if mask_function is not None:
             mask = transformers.mask_interface(q_length=8, kv_length=8, mask_function=mask_function)
         transformers.attention_interface(nn.Module(), *HEAD_FIRST, mask, is_causal=is_causal, **options)
@@ -294,9 +297,22 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
             {"causal": False, "window_size": (4, 4)},
         ),
         ({"mask_function": masking.chunked_causal_mask_function(5, torch.zeros(1))}, {"cu_seqlens": [0, 5, 8]}),
-        ({"cu_seqlens": [0, 3, 8]}, {"cu_seqlens": (0, 3, 8)}),
+        ({"packed": {"cu_seqlens": [0, 3, 8]}}, {"cu_seqlens": (0, 3, 8)}),
+        ({"packed": {"tree": TREE}}, {"intervals": TREE.intervals}),
         (
-            {"mask_function": masking.chunked_causal_mask_function(2, torch.zeros(1)), "cu_seqlens": [0, 3, 8]},
+            {
+                "mask_function": masking.or_masks(
+                    masking.causal_mask_function, masking.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1]]))
+                ),
+                "packed": {"islands": [(1, 3), (5, 8)]},
+            },
+            {"islands": ((1, 3), (5, 8))},
+        ),
+        (
+            {
+                "mask_function": masking.chunked_causal_mask_function(2, torch.zeros(1)),
+                "packed": {"cu_seqlens": [0, 3, 8]},
+            },
             {"cu_seqlens": [0, 2, 3, 5, 7, 8]},
         ),
     ],

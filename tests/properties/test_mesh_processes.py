@@ -86,7 +86,7 @@ def test_mistakes_of_one_rank_are_refused_on_the_whole_mesh() -> None:
             assert kind == "ValueError" and seconds < SOON and "causal differs between ranks" in text
             assert "rank 1: True" in text  # the number in the mesh, even in the column of ranks 1 and 3
         assert names[0] == "ValueError" and "('data', 'ring')" in names[1] and "mesh['ring']" in names[1]
-        assert ring[0] == "ValueError" and "2 dimensions" in ring[1]
+        assert ring[0] == "ValueError" and "2D DeviceMesh" in ring[1]
 
 
 def out_of_memory(*_: object) -> None:

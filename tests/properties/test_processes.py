@@ -54,7 +54,7 @@ def groups_of_every_kind(rank: int) -> None:
     torch.testing.assert_close(again, expected, rtol=0, atol=0)
     if rank < 2:  # the group [3, 2] reverses the order of its ranks
         assert all(torch.equal(left, other) for left, other in zip(expected, third, strict=True))
-    with pytest.raises(ValueError, match="2 dimensions"):
+    with pytest.raises(ValueError, match="2D DeviceMesh"):
         Ring(pairs)
 
 

@@ -348,7 +348,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("prefix_tree", {"parents": [-1, 1]}, r"parents\[1\] is 1: it must be an earlier node, 0 to 0, or -1 for a root"),
     ("prefix_tree", {"parents": [0, -1]}, r"parents\[0\] is 0: it must be "),
     ("prefix_tree", {"parents": [-1, -2]}, r"parents\[1\] is -2: it must be an earlier node"),
-    ("prefix_tree", {"lengths": [1.5, 2]}, r"lengths is \[1.5, 2\]: it must be a list of whole numbers"),
+    ("prefix_tree", {"lengths": [1.5, 2]}, r"lengths is \[1.5, 2\]: it must be a list of integers"),
     (
         "prefix_tree",
         {"lengths": [1] * 131, "parents": [-1, *(node // 2 * 2 for node in range(130))]},

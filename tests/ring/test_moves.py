@@ -168,10 +168,10 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         "x has 6 tokens along dim 1, but source has",
     ),
     (relayout, {"source": "zigzag", "target": "zigzag", "dim": 3}, "^dim is 3, but x has 3 dimensions$"),
-    (roll, {"shift": 1.5, "layout": "zigzag"}, "^shift is 1.5: it must be a whole number"),
+    (roll, {"shift": 1.5, "layout": "zigzag"}, "^shift is 1.5: it must be"),
     (roll, {"shift": 1, "layout": Layout([[(0, 6)], [(7, 6)]])}, "^the layout holds 12 of the positions 0 to 12"),
     (roll, {"shift": 1, "layout": "zigzag", "cu_seqlens": [0, 11]}, "^cu_seqlens ends at 11: it must end at 12"),
-    (halo, {"left": -1, "right": 0, "layout": "zigzag"}, r"^left is -1: it must be a whole number from 0 to 2\^31 - 1"),
+    (halo, {"left": -1, "right": 0, "layout": "zigzag"}, r"^left is -1: it must be an integer from 0 to 2\^31 - 1"),
     (halo, {"left": 0, "right": None, "layout": "zigzag"}, "^right is None: it must be"),
     (halo, {"left": 0, "right": 0, "layout": "rows"}, "^layout is 'rows'"),
 ]
