@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -155,25 +154,30 @@ def sent_keys(layout: Layout, mask: Mask, keys: Layout) -> Layout:
     return Layout(spans)
 
 
-@lru_cache(maxsize=SENT_KEYS_CACHE_SIZE)
 def cut_keys(layout: Layout, mask: Mask, keys: Layout, count: int) -> tuple[tuple[Layout, Layout], ...]:
     """Cut every shard into ``count`` runs of tokens; return for each run its keys, and those of them that are sent.
 
     The runs of a shard have almost equal numbers of keys that are sent. They begin at whole blocks of a block-sparse
     mask, and otherwise at multiples of ``CUT_TOKENS`` sent keys if the shard is long enough. Runs may be empty.
     """
-    sent = sent_keys(layout, mask, keys)
+    return _cut(keys, sent_keys(layout, mask, keys), count, mask.blocks and mask.blocks.block)
+
+
+@lru_cache(maxsize=SENT_KEYS_CACHE_SIZE)  # masks that change from batch to batch often send the same keys
+def _cut(keys: Layout, sent: Layout, count: int, block: int | None) -> tuple[tuple[Layout, Layout], ...]:
     if count == 1:
         return ((keys, sent),)
-    runs: list[tuple[list[list[Span]], list[list[Span]]]] = [([], []) for _ in range(count)]
+    starts = []
     for rank, length in enumerate(sent.lengths):
-        unit = mask.blocks.block if mask.blocks is not None else CUT_TOKENS if length >= count * CUT_TOKENS else 1
+        unit = block or (CUT_TOKENS if length >= count * CUT_TOKENS else 1)
         cuts = ((length * run // count + unit // 2) // unit * unit for run in range(1, count))
-        starts = [0, *(int(sent.positions(rank)[cut]) if cut < length else END for cut in cuts), END]
-        for both, interval in zip(runs, pairwise(starts), strict=True):
-            for spans, whole in zip(both, (keys, sent), strict=True):
-                spans.append([*_clip_spans(whole.spans_per_rank[rank], *np.array(interval)[:, None])])
-    return tuple((Layout(own), Layout(moved)) for own, moved in runs)
+        starts.append([0, *(int(sent.positions(rank)[cut]) if cut < length else END for cut in cuts), END])
+
+    def part(whole: Layout, run: int) -> Layout:
+        intervals = (np.array(firsts[run : run + 2])[:, None] for firsts in starts)
+        return Layout(_clip_spans(own, *ends) for own, ends in zip(whole.spans_per_rank, intervals, strict=True))
+
+    return tuple((own := part(keys, run), own if sent == keys else part(sent, run)) for run in range(count))
 
 
 def _seen_by_others(layout: Layout, mask: Mask) -> Iterator[PositionIntervals] | None:

@@ -176,11 +176,10 @@ def far_first(self: Any, *, sends: Any, receives: Any, after: Any = (), post: An
     return self._inside.post(sends=inside[0], receives=inside[1])
 
 
-def backwards(self: Any, *hop: Any, advance: Any = KeyValues.post_kv) -> None:
+def backwards(self: Any, hop: Any, *kind: Any, advance: Any = KeyValues.post_kv) -> None:
     """Reverse the chunks on every rank: no race and no deadlock, but a wrong order of posts."""
-    object.__setattr__(self.call, "chunks", self.call.chunks[::-1])
-    advance(self, *hop)
-    object.__setattr__(self.call, "chunks", self.call.chunks[::-1])
+    self._posts[hop.index].sort(key=lambda pair: (pair[1].recv_hop.index, -pair[0].number))
+    advance(self, hop, *kind)
 
 
 BROKEN = [

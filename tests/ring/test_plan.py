@@ -72,7 +72,7 @@ def test_plan_matches_the_schedule_and_the_visible_pairs(
     assert (mine if steps.send_index is None else mine[steps.send_index]).equal(sent.positions(rank))
 
 
-@given(st.data(), layouts(max_world=6, max_seqlen=24), masks(), st.integers(2, 4))
+@given(st.data(), layouts(max_world=4, max_seqlen=16), masks(), st.integers(2, 4))
 def test_plan_of_runs_matches_the_visible_pairs(data: st.DataObject, layout: Layout, mask: Mask, runs: int) -> None:
     """Each run of the shards is planned as a shard of its own, and the plan of the call has room for all of them."""
     rank = data.draw(st.integers(0, layout.world - 1))

@@ -7,11 +7,11 @@ from time import process_time
 from timeit import timeit
 
 from ringattn.ring.schedule.schedule import Schedule, _schedule
-from ringattn.ring.schedule.visibility import cut_keys, rank_intervals, sent_keys
+from ringattn.ring.schedule.visibility import _cut, rank_intervals, sent_keys
 
 
 def clear_plan_caches() -> None:
-    for cached in (_schedule, cut_keys, sent_keys, rank_intervals):
+    for cached in (_schedule, _cut, sent_keys, rank_intervals):
         cached.cache_clear()
 
 

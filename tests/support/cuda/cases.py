@@ -317,6 +317,9 @@ CACHED = {
     "two streams, single pass in turn": replace(_case("zigzag", 1), config=IN_TURN, streams=2),
     "two streams, keys that a mask hides": Case((_call("zigzag", 1, FULL)._replace(hidden=(1, 4)),) * 2, streams=2),
     "two streams, keys that stay": Case((RecordedCall(Layout.contiguous(32, 4), NARROW),) * 2, streams=2),
+    "two streams, three runs of tokens": Case(
+        (RecordedCall(Layout.contiguous(48, 3), WINDOW),) * 2, streams=2, ring={"chunks": 3}
+    ),
     "two streams, unshard": replace(_case("striped", 2), unshards=True, streams=2),
     "two streams, halo": replace(_case("striped", 2), halos=True, streams=2),
     "2 x 2 by heads, dropout": Case((_call("zigzag", 4)._replace(dropout=True),) * 2, ulysses=2),

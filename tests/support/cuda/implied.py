@@ -76,6 +76,9 @@ LOCAL = COMMON | CACHED | {
     "RingCall.wait_all waits for _receive of DkvAccumulators.send_return": (ALWAYS, SETTLED),
     "KeyValues.wait_chunk waits for _receive of KeyValues.post_kv": (SOMETIMES, BOTH),
     "DkvAccumulators.out waits for post of DkvAccumulators.post": (ALWAYS, BOTH),
+    "DkvAccumulators.out waits for mark of DkvAccumulators.mark_added": (
+        SOMETIMES, "redundant after another call with runs of tokens, if the K/V of the run waited for newer compute",
+    ),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.send_return": (SOMETIMES, BOTH),
     "DkvAccumulators.out waits for _receive of DkvAccumulators.post": (ALWAYS, BOTH),
