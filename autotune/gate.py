@@ -24,7 +24,6 @@ from .compile import MEMORY_BOUND, KernelVariant, RecordedLaunch, compile_launch
 from .sass import Loop, matrix_loops
 from .wrong_code import in_place_races, known_miscompiles, launch_tensors, wgmma_hazards
 
-CLEAN_HEAD_DIM = 512
 TURN_TAKING_KERNEL = "single_pass_deterministic"
 MAX_LOCAL_OPS = 16
 """Spill instructions that a loop of the deterministic single pass may have; its default tiles have up to 6."""
@@ -73,8 +72,7 @@ def gate_problems(variant: KernelVariant, compiled: CompiledKernel) -> list[str]
         return [*failures, *spills, *(["subnormal numbers are flushed to zero"] if compiled.flushes_subnormals else [])]
     if not compiled.loops:
         failures.append("no loop with matrix instructions")
-    must_be_clean = variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM
-    if must_be_clean and not variant.features:
+    if variant.dtype != "fp32" and not variant.features:
         is_persistent_dkdv = variant.kernel == "dkdv" and dict(variant.options).get("persistent")
         max_local = MAX_LOCAL_OPS if variant.kernel == TURN_TAKING_KERNEL or is_persistent_dkdv else 0
         failures += [

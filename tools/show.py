@@ -109,6 +109,7 @@ def show(
         elif per_document:
             token_layout, name = Layout.zigzag(seqlen, world, boundaries), "zigzag per document"
         elif packed:
+            assert boundaries is not None
             masks = [(Mask(causal, window or NO_WINDOW), 1)]
             topology = None if world % nodes else Topology.grid(nodes, world // nodes)
             token_layout, name = Layout.packed(boundaries, world, masks=masks, topology=topology), "packed"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.bench.common.attention import random_boundaries
@@ -112,6 +112,7 @@ def draw_problems() -> st.SearchStrategy[tuple[list[int], int]]:
 WINDOWS = [(-1, 0), (-1, -1), (3, 0), (2, 1), (0, -1)]
 
 
+@settings(max_examples=40)
 @given(draw_problems(), st.sampled_from(WINDOWS), st.data())
 def test_cost_equals_the_schedule_of_any_layout(drawn: Any, window: tuple[int, int], data: st.DataObject) -> None:
     """Pairs equal the mask's, and keys sent equal those of the schedule, on both levels."""
@@ -142,6 +143,7 @@ def rank_pairs(case: PackedProblem, runs: Runs) -> list[int]:
     return [int(pairs[runs.ranks == rank].sum()) for rank in range(len(case.shares))]
 
 
+@settings(max_examples=40)
 @given(draw_problems(), st.sampled_from(WINDOWS), st.data())
 def test_every_token_is_on_one_rank_and_no_named_layout_is_better(
     drawn: Any, window: tuple[int, int], data: st.DataObject
@@ -164,6 +166,7 @@ def test_every_token_is_on_one_rank_and_no_named_layout_is_better(
         assert all(cost(case, layout) <= cost(case, other) for other in named(cu_seqlens, world))
 
 
+@settings(max_examples=40)
 @given(draw_problems().filter(lambda drawn: drawn[0][-1] <= 9 and drawn[1] <= 3))
 def test_work_is_near_the_best_of_brute_force(drawn: Any) -> None:
     """Without transfers, the slowest rank has at most a token's pairs more than the best of all layouts needs."""
