@@ -195,7 +195,8 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
         pattern = draw_longformer(rng, min(tokens, 12) if triton else tokens)
     chunks = ring.get("chunks", 1)
     heads, batch = rng.choice([chunks, chunks, chunks + 1, 1]), rng.choice([1, 1, 2, 2, 3])
-    dims = [(16, 16)] * 2 + [(16, 8), (8, 16), (24, 5), (1, 1), (64, 64), (3, 70), (192, 128), (256, 256), (512, 320)]
+    small = [(16, 16), (16, 16), (16, 8), (8, 16), (24, 5), (1, 1)]
+    dims = [*small, (64, 64), (3, 70), (192, 128), (256, 256), (512, 320)]
     share = rng.choice([None, None, None, None, 0.1, 0.5, 0.9])
     call: Literals = {
         "seed": rng.randrange(1000),
