@@ -32,13 +32,14 @@ from ..kernels import (
     attention_forward,
     attention_gradients,
     hopper_backward_launch,
+    hopper_forward_launch,
 )
 from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS, delta_warps
 from ..kernels.bounds import BlockSparseIndex
 from ..kernels.checks import MAX_HEAD_DIM
 from ..kernels.config import MIN_TILE_SIDE, built_in_config, single_pass_tile
 from ..kernels.gpu import MULTIPROCESSOR_SPECS, arch_name, assumed_gpu, is_amd
-from ..kernels.launch import TMA_ARCH, has_tma, is_tma_head_dim
+from ..kernels.launch import TMA_ARCH, TMA_LOAD_ARCHS, has_tma, is_tma_head_dim
 from ..kernels.quantize import SCALE_TOKENS, dequantize, num_warps, quantize, scale_shape
 from ..kernels.scores import PLAIN
 from ..kernels.tables import DTYPES, SINGLE_PASS_KERNELS, TUNABLE_OPTIONS, OptionItems, OptionValue, tuned_options
@@ -354,7 +355,7 @@ def parse_variants(spec: str) -> list[KernelVariant]:
 
     A word is a role, a kernel, ``hopper``, ``hopper_backward``, a feature, ``full``, ``bounded``, ``gqa`` or ``mha``. A
     tile such as ``128x64x8x2`` replaces the default. Fields of ``KernelConfig`` are ``order=longest``,
-    ``persistent=True``, ``pack_gqa=True``, ``dkdv_splits=2`` and ``dkdv_epilogue=descriptors``.
+    ``persistent=True``, ``pack_gqa=True``, ``loads=pointers``, ``dkdv_splits=2`` and ``dkdv_epilogue=descriptors``.
 
     Variants that do not support an option are left out. For example, only grouped heads can be packed or split, and
     descriptors need sm_90 or later and head dims that are powers of two.
@@ -368,11 +369,13 @@ def parse_variants(spec: str) -> list[KernelVariant]:
     features = tuple(word for word in plain if word in FEATURES)
     tiles = [word for word in plain if word[:1].isdecimal()]
     tile = parse_tile_word(tiles[-1]) if tiles else None
-    own_tile = hopper_tile(dims[0]) if tile is None and ("backward", "hopper") in options else tile
+    for field in ("forward_kernel", "backward"):
+        if tile is None and (field, "hopper") in options:
+            tile = hopper_tile(field, dims[0])
     required = {*plain} - {*features, *tiles}
     selected: list[KernelVariant] = []
     reasons: list[str] = []
-    for variant in default_variants(arch, dtype, *dims, own_tile):
+    for variant in default_variants(arch, dtype, *dims, tile):
         flags = {
             variant.role,
             variant.kernel,
@@ -447,6 +450,8 @@ def unsupported_option(variant: KernelVariant, options: OptionItems) -> str | No
         has_boxes = has_tma(variant.arch) and all(map(is_tma_head_dim, (variant.head_dim, variant.head_dim_v)))
         if name == "dkdv_epilogue" and not has_boxes:
             return f"{option}: it needs sm_{TMA_ARCH} or higher, and power-of-two head dims of at least {MIN_TILE_SIDE}"
+        if name == "loads" and (variant.arch not in TMA_LOAD_ARCHS or variant.dtype == "fp32"):
+            return f"{option}: it needs 16 bits and one of {', '.join(f'sm_{arch}' for arch in TMA_LOAD_ARCHS)}"
     return None
 
 
@@ -509,7 +514,12 @@ def builtin_tile(kernel: str, arch: int, dtype: str, head_dim: int) -> Tile | No
     return tile
 
 
-def hopper_tile(head_dim: int) -> Tile:
-    """Return the tile of the Hopper backward; for an unsupported head dim any tile, so that the launch raises."""
+def hopper_tile(field: str, head_dim: int) -> Tile:
+    """Return the default tile of the Hopper kernel that ``field`` of ``KernelConfig`` selects.
+
+    For an unsupported head dim it is any tile, so that the launch raises.
+    """
+    if field == "forward_kernel":
+        return hopper_forward_launch.default_forward_tile(head_dim)
     supported = hopper_backward_launch.BACKWARD_HEAD_DIMS
     return hopper_backward_launch.default_backward_tile(head_dim if head_dim in supported else supported[-1])

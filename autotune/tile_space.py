@@ -14,7 +14,7 @@ from typing import Any
 
 from ..kernels import Tile
 from ..kernels.checks import MAX_HEAD_DIM
-from ..kernels.config import EPILOGUES, FORWARD_KERNELS, MIN_TILE_SIDE, ORDERS, value_columns
+from ..kernels.config import EPILOGUES, FORWARD_KERNELS, LOADS, MIN_TILE_SIDE, ORDERS, value_columns
 from ..kernels.device.tile_ops import MAX_PART_WIDTH
 from ..kernels.gpu import ARCHS, GpuSpec, assumed_gpu, shared_limit
 from ..kernels.hopper_forward_launch import FORWARD_HEAD_DIMS, check_forward_tile
@@ -122,12 +122,12 @@ COMMUNICATOR_MARGIN = DEFAULT_SM_MARGIN // 2
 _SCHEDULE: FieldValues = {"order": ORDERS, "persistent": (False, True), "sm_margin": (None, COMMUNICATOR_MARGIN)}
 _PACKED: FieldValues = {"pack_gqa": (False, True)}
 SCHEDULE_FIELDS: dict[str, FieldValues] = {
-    "forward": {**_SCHEDULE, **_PACKED},
+    "forward": {**_SCHEDULE, **_PACKED, "loads": LOADS},
     "dq": {**_SCHEDULE, **_PACKED},
     "dkdv": {**_SCHEDULE, "dkdv_splits": (1, 2, 4, 8), "dkdv_epilogue": EPILOGUES},
     **{kernel: {} for kernel in SINGLE_PASS_KERNELS},
 }
-"""Fields to try with the best tiles only, because they change the order of tiles but not the main loop."""
+"""Fields to try with the best tiles only: the order of tiles, which is not part of the main loop, and loads."""
 
 MAX_THREAD_VALUES = 224
 """Maximum number of fp32 accumulators and scores per thread, out of 255 registers."""
@@ -226,6 +226,8 @@ def _accepts_options(options: Mapping[str, Any], tile: Tile, point: TuningPoint,
     if unsupported_option(launched, tuple(options.items())) is not None or point.group % int(
         options.get("dkdv_splits", 1)
     ):
+        return False
+    if "loads" in options and len(options) > 1:  # the order of tiles matters little to loads
         return False
     return "sm_margin" not in options or bool(options.get("persistent"))
 

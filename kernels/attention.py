@@ -87,17 +87,19 @@ class ForwardLauncher(QueryLauncher):
         ):
             launch_hopper_forward(q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._descriptors)
             return
+        q_rows, k_rows = None if plan.shape.packed else plan.tile.block_q, plan.tile.block_k
         for columns in plan.value_parts:
             # All launches read the carried lse, and only the last one may update it.
             is_last = columns is plan.value_parts[-1]
             v_part, state, part = (
                 x if columns is None else x[..., columns] for x in (v, result if out is None else out, result)
             )
+            first, second = self._load_arguments(plan, (q, q_rows), (k, k_rows), (v_part, k_rows))
             launch(
                 forward_kernel, plan.grid, q.device,
-                self._q_arg, strided_tensor(k), strided_tensor(v_part), self._cached_carried(state),
-                self._cached_carried(part), lse if is_last or out is None else lse.clone(),
-                mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores),
+                *first, self._cached_carried(state), self._cached_carried(part),
+                lse if is_last or out is None else lse.clone(),
+                mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores), *second,
                 HAS_STATE=out is not None, IN_PLACE=in_place, **plan.options | {"HEAD_DIM_V": v_part.shape[3]},
             )  # fmt: skip
 

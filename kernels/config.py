@@ -44,12 +44,14 @@ class Tile:
 ORDERS = ("heads", "longest")
 FORWARD_KERNELS = ("portable", "hopper")
 AUTO = "auto"
+LOADS = ("descriptors", "pointers")
 EPILOGUES = ("pointers", "descriptors")
 BACKWARD_MODES = ("two_pass", "single_pass", "single_pass_deterministic", "hopper")
 FIELD_CHOICES = {
     "backward": BACKWARD_MODES,
     "dkdv_epilogue": EPILOGUES,
     "forward_kernel": FORWARD_KERNELS,
+    "loads": LOADS,
     "order": ORDERS,
 }
 
@@ -64,6 +66,8 @@ class KernelConfig:
     Attributes:
         forward, dq, dkdv: Tiles of the forward, dQ and dK/dV kernels.
         forward_kernel: "portable" or "hopper" (sm_90 only).
+        loads: "descriptors" or "pointers". With descriptors, TMA loads the tiles of the forward on sm_90 or later, if
+            addresses and strides are multiples of 16 bytes.
         dkdv_splits: Number of dK/dV programs per key head; each takes a part of its query heads. A divisor of the query
             heads per key head, or "auto".
         order: Order of tiles. "heads" takes one head after another. "longest" takes the longest tiles of a causal mask
@@ -83,6 +87,7 @@ class KernelConfig:
     dq: Tile | None = None
     dkdv: Tile | None = None
     forward_kernel: str = "portable"
+    loads: str = "descriptors"
     dkdv_splits: int | str = 1
     order: str = "heads"
     persistent: bool = False
@@ -149,15 +154,19 @@ def value_columns(tile: Tile, head_dim_v: int) -> int:
 # at 128 query rows per K/V tile (128 keys in dK/dV), as in Triton's fused-attention tutorial. Those for 512 are the
 # best of about ten tiles by the bound of `ringattn inspect`, and no role spills in its loop on Triton 3.7. None was
 # timed on a GPU yet; a tuned table replaces them.
-_HOPPER = {  # 227 KB of shared memory; wgmma needs 8 warps to split 128 x 128 accumulators
-    64: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 1), Tile(64, 128, 8, 1)),
-    128: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 1)),
-    256: KernelConfig(Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
+_HOPPER = {  # 227 KB of shared memory; two forward programs of 4 warps share a multiprocessor and take turns
+    64: KernelConfig(Tile(64, 128, 4, 2), Tile(128, 64, 8, 1), Tile(64, 128, 8, 1)),
+    96: KernelConfig(Tile(64, 128, 4, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 1)),
+    128: KernelConfig(Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 1)),
+    192: KernelConfig(Tile(64, 64, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
+    256: KernelConfig(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
     512: KernelConfig(Tile(128, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 16, 8, 1)),
 }
-_BLACKWELL = {  # accumulators in tensor memory, softmax in registers: 128 x 128 scores spill there, 64 keys do not
-    64: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
-    128: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
+_BLACKWELL = {  # accumulators in tensor memory, softmax in registers
+    64: KernelConfig(Tile(128, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
+    96: KernelConfig(Tile(128, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
+    128: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
+    192: KernelConfig(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
     256: KernelConfig(Tile(64, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
     512: KernelConfig(Tile(64, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 16, 8, 1)),
 }
@@ -177,6 +186,7 @@ _AMD = {  # 64 KB; warps of 64 threads; the most products per clock of the issue
     64: KernelConfig(Tile(128, 64, 4, 2), Tile(128, 32, 4, 2), Tile(16, 128, 4, 2)),
     128: KernelConfig(Tile(128, 64, 4, 1), Tile(128, 16, 8, 2), Tile(16, 64, 4, 2)),
     256: KernelConfig(Tile(64, 32, 4, 1), Tile(64, 16, 4, 1), Tile(16, 64, 4, 1)),
+    512: KernelConfig(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
 _FLOAT32 = {  # tf32x3 holds every operand twice, in 4-byte elements: small tiles on every GPU
     64: KernelConfig(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),

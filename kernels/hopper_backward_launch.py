@@ -9,8 +9,8 @@ from .config import KernelConfig, Tile
 from .hopper.step_order import CONSUMER_ROWS, CONSUMERS
 from .hopper_forward_launch import THREAD_REGISTERS, check_hopper_inputs, check_shared_bytes, is_hopper_hop
 from .launch import (
-    DescriptorCache,
     Pair,
+    TensorCache,
     check_tma_alignment,
     grid_size,
     launch,
@@ -72,7 +72,7 @@ def check_backward_tile(head_dim: int, tile: Tile) -> None:
 
 def launch_hopper_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, accum: Pair | None,
-    out: Pair, bounds: Bounds, softmax_scale: float, tile: Tile | None, descriptors: DescriptorCache,
+    out: Pair, bounds: Bounds, softmax_scale: float, tile: Tile | None, descriptors: TensorCache,
 ) -> None:  # fmt: skip
     """Launch the Hopper backward: add a key shard's dQ to ``dq``, and write ``accum`` plus its dK and dV to ``out``.
 

@@ -9,7 +9,7 @@ from .bounds import Bounds
 from .config import Tile
 from .gpu import gpu_specs, shared_limit
 from .hopper.step_order import CONSUMER_ROWS, CONSUMERS
-from .launch import DescriptorCache, check_tma_alignment, grid_size, launch, launch_shape, mask_interval, strided_tensor
+from .launch import TensorCache, check_tma_alignment, grid_size, launch, launch_shape, mask_interval, strided_tensor
 from .scores import Scores
 
 FORWARD_HEAD_DIMS = (64, 128, 256)
@@ -23,6 +23,11 @@ THREAD_REGISTERS = 168
 MIN_SLOTS = 2  # a consumer waits for V of the next step before it releases V of the current one
 
 FORWARD_ERROR_PREFIX = "forward_kernel='hopper' supports"
+
+
+def default_forward_tile(head_dim: int) -> Tile:
+    """Return the default tile for ``head_dim``: as many keys as shared memory holds in two slots."""
+    return Tile(CONSUMERS * CONSUMER_ROWS, 128 if head_dim <= 128 else 64, 4 * CONSUMERS, MIN_SLOTS)
 
 
 def runs_hopper_forward(
@@ -51,7 +56,7 @@ def runs_hopper_forward(
 def check_hopper_forward(q: Tensor, v: Tensor, scores: Scores, tile: Tile | None) -> None:
     """Raise ValueError if the kernel does not support a call; addresses and strides are checked per hop."""
     check_hopper_inputs(q, v, scores, FORWARD_HEAD_DIMS, FORWARD_ERROR_PREFIX, "the portable kernel")
-    if tile is not None:  # the built-in tile fits
+    if tile is not None:  # the default tile fits
         check_forward_tile(q.shape[3], tile)
 
 
@@ -121,7 +126,7 @@ def check_forward_tile(head_dim: int, tile: Tile) -> None:
 
 def launch_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, out: Tensor, lse: Tensor, bounds: Bounds,
-    softmax_scale: float, tile: Tile, descriptors: DescriptorCache,
+    softmax_scale: float, tile: Tile, descriptors: TensorCache,
 ) -> None:  # fmt: skip
     """Launch the Hopper forward for a hop for which :func:`runs_hopper_forward` returned True."""
     from .hopper.forward import hopper_kernel  # importing Gluon is slow, and only this kernel needs it

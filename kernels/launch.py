@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .bounds import Bounds
 from .compile_target import compile_target
 from .config import MIN_TILE_SIDE, KernelConfig, Tile
 from .device.score_modifiers import NO_MODIFIERS, DropoutCounter, ScoreModArgs
-from .device.tile_ops import MAX_PART_WIDTH, dot
+from .device.tile_ops import MAX_PART_WIDTH, dot, first_part_width, second_part_width
 from .device.tiles import BlockSparseRanges, LaunchShape, MaskInterval, StridedTensor
 from .gpu import arch_name, gpu_specs, is_amd
 from .scores import PLAIN, Scores
@@ -26,6 +27,9 @@ Pair = tuple[Tensor, Tensor]
 
 TMA_ARCH = 90
 """First compute capability whose TMA unit stores tiles to global memory and adds to it."""
+
+TMA_LOAD_ARCHS = (90, 100, 103)
+"""Compute capabilities on which TMA loads 16-bit tiles. On sm_120 and in fp32, loops with pointers are faster."""
 
 LOW_16_BITS = 0xFFFF
 """Mask of the 16 bits that one fp32 number of a ``DropoutCounter`` holds."""
@@ -166,6 +170,17 @@ def has_descriptor_epilogue(config: KernelConfig | None) -> bool:
     return config is not None and config.dkdv_epilogue == "descriptors"
 
 
+def loads_by_tma(config: KernelConfig | None, q: Tensor, v: Tensor) -> bool:
+    """Return True if TMA loads tiles where strides allow: on this GPU, in this dtype, and with this config.
+
+    Head dims above ``MAX_PART_WIDTH`` were only compiled with pointers.
+    """
+    gpu = gpu_specs(q.device)
+    has_tma_loads = gpu is not None and gpu.arch in TMA_LOAD_ARCHS and q.dtype != torch.float32
+    is_narrow = max(q.shape[3], v.shape[3]) <= MAX_PART_WIDTH
+    return has_tma_loads and is_narrow and (config is None or config.loads == "descriptors")
+
+
 def check_descriptor_support(q: Tensor, v: Tensor) -> None:
     """Raise ValueError if the GPU or a head dim does not allow TMA descriptors of dK and dV."""
     gpu = gpu_specs(q.device)
@@ -207,13 +222,7 @@ def is_tma_head_dim(head_dim: int) -> bool:
 
 def is_tma_aligned(x: Tensor) -> bool:
     """Return True if address and strides of ``x [B, S, H, D]`` are aligned for TMA, or ``x`` is empty."""
-    if not x.numel():
-        return True
-    unit = ALIGNMENT // x.element_size()
-    for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True):
-        if size > 1 and (stride <= 0 or stride % unit):
-            return False
-    return x.data_ptr() % ALIGNMENT == 0
+    return not x.numel() or (x.data_ptr() % ALIGNMENT == 0 and tma_strides(x) is not None)
 
 
 def tma_descriptor(x: Tensor, rows: int) -> Any:
@@ -221,31 +230,56 @@ def tma_descriptor(x: Tensor, rows: int) -> Any:
 
     Past the end, TMA reads zeros and writes nothing.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), tma_strides(x), [1, rows, 1, x.shape[3]])
+    return TensorDescriptor(x, x.shape, tma_strides(x), [1, rows, 1, x.shape[3]])
 
 
-def tma_strides(x: Tensor) -> list[int]:
-    """Return the strides of ``x [B, S, H, D]`` for a descriptor.
+def load_arguments(x: Tensor, rows: int | None) -> tuple[Any, Any] | None:
+    """Return two kernel arguments for ``x [B, S, H, D]``, which a kernel loads in tiles of ``rows`` rows of one head.
 
-    The stride of a dimension of size 1 is replaced, because it is arbitrary and may not be aligned.
+    These are the TMA descriptors of both parts of the head dim, or None if TMA cannot load ``x``. Without ``rows``
+    they are a strided tensor and None, for loads by pointers.
     """
-    return [*(stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)), 1]
+    if rows is None:
+        return strided_tensor(x), None
+    strides = tma_strides(x) if x.numel() and x.data_ptr() % ALIGNMENT == 0 else None
+    if strides is None:
+        return None
+    first, second = _part_boxes(rows, x.shape[3])
+    return TensorDescriptor(x, x.shape, strides, first), second and TensorDescriptor(x, x.shape, strides, second)
 
 
-class DescriptorCache:
-    """Cache of TMA descriptors by tensor, because many launches use the same queries and the same slots of K and V."""
+@cache
+def _part_boxes(rows: int, head_dim: int) -> tuple[list[int], list[int] | None]:
+    """Return the boxes of both parts of the head dim, or None if there is no second part."""
+    second = second_part_width(head_dim)
+    return [1, rows, 1, first_part_width(head_dim)], [1, rows, 1, second] if second else None
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, int, int | None], tuple[object, Tensor]] = {}
 
-    def __call__(self, x: Tensor, rows: int, columns: int | None = None) -> object:
-        """Return :func:`gluon_descriptor` of the arguments, cached."""
-        key = id(x), rows, columns
-        if key not in self._made:
-            self._made[key] = gluon_descriptor(x, rows, columns), x  # keep x alive, so that no other tensor gets its id
-        return self._made[key][0]
+def tma_strides(x: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of ``x [B, S, H, D]`` for a descriptor, or None if they are not aligned for TMA."""
+    return _tma_strides(x.shape, x.stride(), ALIGNMENT // x.element_size())
+
+
+@lru_cache(maxsize=256)
+def _tma_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> tuple[int, ...] | None:
+    # The stride of a dimension of size 1 is replaced, because it is arbitrary and may not be aligned.
+    row = -(-shape[3] // unit) * unit
+    used = [stride if size > 1 else row for stride, size in zip(strides[:3], shape[:3], strict=True)]
+    return (*used, 1) if all(stride > 0 and stride % unit == 0 for stride in used) else None
+
+
+class TensorCache:
+    """Results of ``make(x, *key)`` by tensor; many launches use the same queries and the same slots of K and V."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make, self._made = make, dict[tuple[int | None, ...], tuple[Any, Tensor]]()
+
+    def __call__(self, x: Tensor, *key: int | None) -> Any:
+        """Return ``make(x, *key)``, cached."""
+        full_key = id(x), *key
+        if full_key not in self._made:
+            self._made[full_key] = self._make(x, *key), x  # keep x alive, so that no other tensor gets its id
+        return self._made[full_key][0]
 
 
 def gluon_descriptor(x: Tensor, rows: int, columns: int | None = None) -> object:
@@ -256,9 +290,7 @@ def gluon_descriptor(x: Tensor, rows: int, columns: int | None = None) -> object
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     columns = columns or x.shape[3]
-    return TensorDescriptor(
-        x, list(x.shape), tma_strides(x), [1, rows, 1, columns], _shared_layout(rows, columns, x.dtype)
-    )
+    return TensorDescriptor(x, x.shape, tma_strides(x), [1, rows, 1, columns], _shared_layout(rows, columns, x.dtype))
 
 
 @cache

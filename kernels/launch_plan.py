@@ -27,13 +27,17 @@ from .config import (
 from .device.tile_ops import MAX_PART_WIDTH
 from .device.tiles import LaunchShape, StridedTensor
 from .gpu import arch_name, gpu_or_interpreter, gpu_specs, shared_limit
+from .hopper_forward_launch import default_forward_tile
 from .launch import (
-    DescriptorCache,
     Pair,
+    TensorCache,
     check_descriptor_support,
+    gluon_descriptor,
     has_descriptor_epilogue,
     head_dims,
     launch_shape,
+    load_arguments,
+    loads_by_tma,
     strided_tensor,
     tile_options,
 )
@@ -179,7 +183,7 @@ def resolve_tile(
     if requested is not None:
         _check_tile_shared_bytes(kernel, tile := requested, q, v)
     elif is_hopper:  # tables have tiles of the portable kernel, and the Hopper kernel supports only a few
-        tile = _built_in_tile(kernel, q, v)
+        tile = default_forward_tile(q.shape[3])
     else:
         tile = _resolve_default_tile(kernel, q, v, full) if plain and block is None else _built_in_tile(kernel, q, v)
     if block is None:
@@ -254,6 +258,8 @@ class LaunchPlan(NamedTuple):
     options: dict[str, int]
     splits: int = 1
     is_hopper: bool = False
+    by_tma: bool = False
+    """True if TMA loads tiles, where strides allow."""
     dq_descriptor: Any = None
     """TMA descriptor with which a single pass adds to dQ, or None for atomics."""
     value_parts: tuple[slice | None, ...] = (None,)
@@ -270,7 +276,7 @@ class QueryLauncher:
         self._q, self._scale, self._config = q, softmax_scale, config
         self._q_arg = self._carried_arg = strided_tensor(q)
         self._plans: dict[Hashable, LaunchPlan] = {}
-        self._descriptors = DescriptorCache()
+        self._descriptors, self._loads = TensorCache(gluon_descriptor), TensorCache(load_arguments)
         self._hopper_decisions: dict[Hashable, tuple[bool, Pair]] = {}
 
     def _get_plan(self, kernel: str, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> LaunchPlan:
@@ -292,7 +298,18 @@ class QueryLauncher:
         options = {**head_dims(self._q, v), **tile_options(tile)}
         dim_v, width = v.shape[3], value_columns(tile, v.shape[3])
         parts = tuple(slice(begin, begin + width) if width < dim_v else None for begin in range(0, dim_v, width))
-        return LaunchPlan(tile, config, grid, shape, options, is_hopper=hopper, value_parts=parts)
+        by_tma = loads_by_tma(config, self._q, v)
+        return LaunchPlan(tile, config, grid, shape, options, is_hopper=hopper, by_tma=by_tma, value_parts=parts)
+
+    def _load_arguments(self, plan: LaunchPlan, *loads: tuple[Tensor, int | None]) -> tuple[list[Any], list[Any]]:
+        """Return the first and the second argument (:func:`load_arguments`) of tensors with the rows of their tiles.
+
+        TMA loads all of them or none, except tensors without rows.
+        """
+        pairs = [self._loads(x, rows) for x, rows in loads] if plan.by_tma else [None]
+        if None in pairs:
+            pairs = [(strided_tensor(x), None) for x, _ in loads]
+        return zip(*pairs)
 
     def _cached_carried(self, x: Tensor) -> StridedTensor:
         """Return the kernel argument for ``x``, cached for the last tensor because all launches update the same one."""

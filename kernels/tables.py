@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .config import EPILOGUES, FORWARD_KERNELS, ORDERS, KernelConfig, Tile, value_columns
+from .config import EPILOGUES, FORWARD_KERNELS, LOADS, ORDERS, KernelConfig, Tile, value_columns
 from .gpu import GpuSpec, shared_limit
 from .json_files import convert_json, read_object
 
@@ -52,7 +52,7 @@ _TILE_SCHEDULE: dict[str, Sequence[OptionValue]] = {
 }
 _PACKED: dict[str, Sequence[OptionValue]] = {"pack_gqa": (False, True)}
 TUNABLE_OPTIONS: dict[str, dict[str, Sequence[OptionValue]]] = {
-    "forward": {"forward_kernel": FORWARD_KERNELS} | _TILE_SCHEDULE | _PACKED,
+    "forward": {"forward_kernel": FORWARD_KERNELS, "loads": LOADS} | _TILE_SCHEDULE | _PACKED,
     "dq": _TILE_SCHEDULE | _PACKED,
     "dkdv": _TILE_SCHEDULE | {"dkdv_splits": range(1, 1025), "dkdv_epilogue": EPILOGUES},
     **{kernel: {} for kernel in SINGLE_PASS_KERNELS},

@@ -33,6 +33,7 @@ from ...comm.watchdog import watch
 from ...comm.world import DEFAULT_TIMEOUT, Hub, LocalGroup, single_rank
 from ...kernels import launch as launching
 from ...kernels.device.forward import forward_kernel
+from ...kernels.gpu import assumed_gpu
 from ...ring import Ring
 from ...ring import ring as ring_module
 from ...ring.schedule.plan import Plan
@@ -195,6 +196,7 @@ def stub_device() -> Iterator[None]:
         patch.object(driver, "_active", StandInDriver(90, device=-1)),
         patch.object(JITFunction, "_do_compile", compile_stub),
         patch.object(launching, "check_cpu", ignore_call),
+        patch.object(launching, "gpu_specs", lambda device: assumed_gpu(90)),  # TMA descriptors are made as on a GPU
         nullcontext() if issubclass(type(forward_kernel), JITFunction) else skip_launches(),
     ):
         yield

@@ -28,7 +28,6 @@ from ...kernels import (
     attention_forward,
     default_config,
 )
-from ...kernels.config import built_in_config
 from ...reference.masks import add_head_dim
 from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import MaskArgs, split_heads
@@ -44,7 +43,6 @@ OURS = "ringattn"
 FORWARD, STATE, BACKWARD = "forward", "forward with state", "backward"
 PASSES = (FORWARD, STATE, BACKWARD)
 PARTS = ("delta", "dq", "dkdv")  # kernels of our backward
-HOPPER_ARCH = 90
 DENSE_SHARE = 0.4  # share of free memory for a backend that keeps all scores
 SCORES_KEPT = 4  # score tensors alive at once in the math backend's backward
 
@@ -130,9 +128,7 @@ class TritonVariant(NamedTuple):
         if self.options is None:
             return None
         tuned = default_config(q, v, full=full)
-        forward = tuned.forward
-        if self.options.get("forward_kernel") == "hopper":  # takes few tiles, among them the built-in one
-            forward = built_in_config(HOPPER_ARCH, q.dtype, max(q.shape[-1], v.shape[-1])).forward
+        forward = None if self.options.get("forward_kernel") == "hopper" else tuned.forward  # it takes few tiles
         return KernelConfig(forward, tuned.dq, tuned.dkdv, **self.options)
 
 
@@ -144,6 +140,7 @@ VARIANTS = [
     TritonVariant(f"{OURS} deterministic single pass", {"backward": "single_pass_deterministic"}, (BACKWARD,)),
     TritonVariant(f"{OURS} longest first", {"order": "longest"}),
     TritonVariant(f"{OURS} persistent", {"persistent": True, "sm_margin": 0}, (FORWARD, STATE)),  # nothing else runs
+    TritonVariant(f"{OURS} forward by pointers", {"loads": "pointers"}, (FORWARD, STATE)),
     TritonVariant(f"{OURS} dkdv by descriptors", {"dkdv_epilogue": "descriptors"}, (BACKWARD,)),
     TritonVariant(f"{OURS} packed heads", {"pack_gqa": True}, (FORWARD, STATE)),
 ]

@@ -30,7 +30,17 @@ from .score_modifiers import (
     modify_scores,
     score_scale_log2,
 )
-from .tile_ops import add_tiles, divide_tile, load_rows, matmul_accumulate, matmul_nt, scale_tile, store_rows, zero_tile
+from .tile_ops import (
+    add_tiles,
+    divide_tile,
+    load_block,
+    load_rows,
+    matmul_accumulate,
+    matmul_nt,
+    scale_tile,
+    store_rows,
+    zero_tile,
+)
 from .tiles import (
     LN_2,
     LOG2_E,
@@ -42,6 +52,7 @@ from .tiles import (
     load_block_ranges,
     load_row_bounds,
     select_head,
+    tensor_argument,
     tile_rows,
     visible_mask,
     visit_query_tile,
@@ -57,7 +68,7 @@ def forward_phase(acc, l_i, m_i, q, keys, seqlen_k, scores, begin, end, sizes, M
     unit = score_scale_log2(scores)
     for start in range(begin, end, sizes.BLOCK_K):
         offs_k = start + tl.arange(0, sizes.BLOCK_K)
-        k_tile = load_rows(keys.k, offs_k, seqlen_k, sizes.HEAD_DIM, MASKED)
+        k_tile = load_block(keys.k, start, seqlen_k, sizes.BLOCK_K, sizes.HEAD_DIM, MASKED)
         positions = load_column_positions(scores, offs_k, seqlen_k)
         qk, _ = modify_scores(matmul_nt(q, k_tile), scores, positions)
         if MASKED:
@@ -72,7 +83,7 @@ def forward_phase(acc, l_i, m_i, q, keys, seqlen_k, scores, begin, end, sizes, M
         l_i = l_i * alpha + tl.sum(p, 1)
         if scores.modifiers.counter is not None:  # after the sum, because lse covers dropped weights, too
             p = tl.where(dropout_keep_mask(scores, positions, False), p, 0.0)
-        v_tile = load_rows(keys.v, offs_k, seqlen_k, sizes.HEAD_DIM_V, MASKED)
+        v_tile = load_block(keys.v, start, seqlen_k, sizes.BLOCK_K, sizes.HEAD_DIM_V, MASKED)
         acc = matmul_accumulate(p, v_tile, scale_tile(acc, alpha[:, None]))
         m_i = m_new
     return acc, l_i, m_i
@@ -103,7 +114,7 @@ def merge_state(acc, lse, state, lse_ptrs, offs, limit, HEAD_DIM_V: tl.constexpr
 
 @triton.jit
 def forward_kernel(
-    q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers,
+    q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, q_second, k_second, v_second,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_STATE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -111,21 +122,23 @@ def forward_kernel(
 
     Shapes are ``[B, Sq, H, D]`` for ``q``, ``[B, Sk, Hkv, D]`` for ``k``, ``[B, Sk, Hkv, Dv]`` for ``v`` and
     ``[B, Sq, H, Dv]`` for ``state`` and ``out``. ``lse`` is fp32 ``[B, H, Sq]``, a natural log. With HAS_STATE the
-    result is merged with ``state`` and ``lse``. IN_PLACE says that ``state`` is ``out``; tiles whose rows see no key
+    result is merged with ``state`` and ``lse``. ``q``, ``k`` and ``v`` are strided tensors or TMA descriptors; the
+    descriptors of a second part of the head dim are separate arguments. IN_PLACE says that ``state`` is ``out``; tiles whose rows see no key
     then stay unchanged. A persistent program takes several tiles.
     """
+    q, keys = tensor_argument(q, q_second), Keys(tensor_argument(k, k_second), tensor_argument(v, v_second))
     if shape.order.count is None:
         visit = visit_query_tile(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
         if IN_PLACE and visit.column_range.end <= visit.column_range.start:
             return
-        forward_tile(q, Keys(k, v), state, out, lse, bounds, shape, softmax_scale, modifiers, visit,
+        forward_tile(q, keys, state, out, lse, bounds, shape, softmax_scale, modifiers, visit,
                      TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K), HAS_STATE)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
             visit = visit_query_tile(index, bounds, shape, BLOCK_Q, BLOCK_K)
             # Triton has no return inside a loop
             if not IN_PLACE or visit.column_range.end > visit.column_range.start:
-                forward_tile(q, Keys(k, v), state, out, lse, bounds, shape, softmax_scale, modifiers, visit,
+                forward_tile(q, keys, state, out, lse, bounds, shape, softmax_scale, modifiers, visit,
                              TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K), HAS_STATE)  # fmt: skip
 
 
@@ -143,7 +156,10 @@ def forward_tile(
     acc = zero_tile(sizes.BLOCK_Q, sizes.HEAD_DIM_V)
     l_i = tl.zeros([sizes.BLOCK_Q], tl.float32)
     m_i = l_i - float("inf")
-    q_tile = load_rows(select_head(q, batch, column), offs_q, shape.rows, sizes.HEAD_DIM, True)
+    if shape.packed is None:
+        q_tile = load_block(select_head(q, batch, head), visit.first, shape.rows, sizes.BLOCK_Q, sizes.HEAD_DIM, True)
+    else:
+        q_tile = load_rows(select_head(q, batch, column), offs_q, shape.rows, sizes.HEAD_DIM, True)
     place = load_tile_position(modifiers, offs_q, shape.rows, batch, column)
     scores = TileScores(lo, hi, place, modifiers, softmax_scale)
     keys = Keys(select_head(keys.k, batch, head // shape.group), select_head(keys.v, batch, head // shape.group))

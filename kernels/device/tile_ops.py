@@ -65,6 +65,21 @@ def load_rows(tensor, offs, limit, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr, 
 
 
 @triton.jit
+def load_block(tensor, start, limit, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr):
+    """Load the rows from ``start`` on like `load_rows`; TMA loads those of a ``TmaTensor``."""
+    FIRST: tl.constexpr = first_part_width(HEAD_DIM)
+    SECOND: tl.constexpr = second_part_width(HEAD_DIM)
+    if isinstance(tensor[0], tl.tensor_descriptor):
+        first = tensor.first.load([tensor.batch, start, tensor.head, 0]).reshape(ROWS, FIRST)
+        if SECOND == 0:
+            return (first,)
+        else:
+            return (first, tensor.second.load([tensor.batch, start, tensor.head, FIRST]).reshape(ROWS, SECOND))
+    else:
+        return load_rows(tensor, start + tl.arange(0, ROWS), limit, HEAD_DIM, CHECK)
+
+
+@triton.jit
 def load_part(
     tensor, offs, limit, BEGIN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr,
     VOLATILE: tl.constexpr = False,

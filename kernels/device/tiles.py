@@ -52,6 +52,17 @@ class StridedTensor(NamedTuple):
     stride_h: Any
 
 
+class TmaTensor(NamedTuple):
+    """Tensor ``[B, S, H, D]`` that TMA loads, or one head of it; past the last row and column, TMA reads zeros."""
+
+    first: Any
+    """TMA descriptor of the whole tensor, in tiles with the first part of the head dim."""
+    second: Any
+    """The same with the second part, or None if there is only one part."""
+    batch: Any = 0
+    head: Any = 0
+
+
 class Keys(NamedTuple):
     """K and V: whole tensors, one head, or a tile in registers."""
 
@@ -186,10 +197,22 @@ def head_row_offset(batch, head, shape):
 
 
 @triton.jit
+def tensor_argument(tensor, second):
+    """Return a kernel argument for `select_head`: a ``StridedTensor``, or descriptors as a ``TmaTensor``."""
+    if isinstance(tensor, tl.tensor_descriptor):
+        return TmaTensor(tensor, second)
+    else:
+        return tensor
+
+
+@triton.jit
 def select_head(tensor, batch, head):
     """Return the ``[S, D]`` tensor of one head, or of a column of heads, one for each row of a tile."""
-    ptr = tensor.ptr + batch * tensor.stride_b + head * tensor.stride_h
-    return StridedTensor(ptr, tensor.stride_b, tensor.stride_s, tensor.stride_h)
+    if isinstance(tensor[0], tl.tensor_descriptor):
+        return TmaTensor(tensor.first, tensor.second, batch.to(tl.int32), head.to(tl.int32))
+    else:
+        ptr = tensor.ptr + batch * tensor.stride_b + head * tensor.stride_h
+        return StridedTensor(ptr, tensor.stride_b, tensor.stride_s, tensor.stride_h)
 
 
 @triton.jit

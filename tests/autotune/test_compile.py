@@ -53,7 +53,7 @@ def test_sizes_that_triton_specializes_change_the_signature() -> None:
     assert variant(sizes=sizes._replace(queries=1024, keys=64)).launch.signature == same
     for other in ({"queries": 248}, {"kv_heads": 8}, {"heads": 64, "kv_heads": 4}, {"queries": 1}):
         assert variant(sizes=sizes._replace(**other)).launch.signature != same
-    far = variant(sizes=sizes._replace(queries=1 << 22)).launch
+    far = variant(sizes=sizes._replace(queries=1 << 22), options=(("loads", "pointers"),)).launch
     assert far.arguments[0].stride_b == 1 << 32 and "i64/16" in far.signature and "i64" not in same
 
 
@@ -95,7 +95,13 @@ def test_timed_and_checked_launches_were_compiled(kernel: str, mask: str, monkey
         lambda inputs, options: ErrorJudge((), (), {"out": inputs.dout, "lse": inputs.dlse}, {}, {}),
     )
     options: dict[str, list[dict[str, Any]]] = {
-        "forward": [{}, {"order": "longest"}, {"pack_gqa": True}, {"persistent": True, "sm_margin": 8}],
+        "forward": [
+            {},
+            {"order": "longest"},
+            {"pack_gqa": True},
+            {"persistent": True, "sm_margin": 8},
+            {"loads": "pointers"},
+        ],
         "dq": [{}, {"order": "longest", "persistent": True}],
         "dkdv": [{}, {"dkdv_splits": 2}, {"dkdv_epilogue": "descriptors"}, {"order": "longest"}],
     }
@@ -132,6 +138,7 @@ def test_timed_and_checked_launches_were_compiled(kernel: str, mask: str, monkey
     ("90:bf16:128:middle:forward:order=heads", {"forward"}, 4, ""),  # the default is dropped
     ("90:bf16:128/64:dkdv_epilogue=descriptors", {"dkdv"}, 16, "dkdv_epilogue=descriptors"),
     ("90:bf16:128:hopper", {"forward"}, 16, "forward_kernel=hopper"),
+    ("90:bf16:96:loads=pointers", {"forward"}, 16, "loads=pointers"),
     ("90:bf16:256:hopper_backward", {"single_pass"}, 16, "backward=hopper"),  # its entry point checks the head dim
     ("80:fp32:40:quantize", {"quantize"}, 1, ""),
 ])  # fmt: skip
@@ -148,10 +155,12 @@ def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str
     ("h100:bf16:64", "arch is 'h100': it must be one of 80"),
     ("75:bf16:64", "arch is '75': it must be one of 80, 86"),
     ("90:bf16:64:128x128", "tile is '128x128': it must be QxKxWARPSxSTAGES"),
-    ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE, where NAME is one of forward_kernel, order"),
+    ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE, where NAME is one of forward_kernel, loads, order"),
     ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),
     ("90:bf16:64:only:mha:forward:pack_gqa=True", "it needs several query heads per key head, as with gqa"),
     ("80:bf16:128:dkdv_epilogue=descriptors", "it needs sm_90 or higher"),
+    ("120:bf16:128:loads=pointers", "it needs 16 bits and one of sm_90, sm_100"),
+    ("90:fp32:128:loads=pointers", "it needs 16 bits"),
     ("90:bf16:128:forward:dkdv_epilogue=descriptors", "it is an option of dkdv, not of forward"),
     ("90:bf16:128:delta:order=longest", "no kernel with a built-in tile takes"),
 ])  # fmt: skip

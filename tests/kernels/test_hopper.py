@@ -30,6 +30,7 @@ from ringattn.kernels import (
     hopper_backward_launch,
     hopper_forward_launch,
     launch,
+    launch_plan,
 )
 from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.gpu import assumed_gpu, shared_limit
@@ -103,7 +104,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     if not ON_HOPPER:
         monkeypatch.setattr(hopper_forward_launch, "launch", made)
         monkeypatch.setattr(hopper_backward_launch, "launch", made)
-        monkeypatch.setattr(launch, "gluon_descriptor", Descriptor)
+        monkeypatch.setattr(launch_plan, "gluon_descriptor", Descriptor)
         monkeypatch.setattr(hopper_forward_launch, "is_hopper_device", lambda device: True)
     return made
 
@@ -363,13 +364,13 @@ def test_unsupported_hops_run_on_the_portable_kernels(
 
 def test_descriptors_are_cached_per_tensor_and_block() -> None:
     k, v = (torch.zeros(1, 128, 2, 64, dtype=torch.float16) for _ in range(2))
-    described: Any = launch.DescriptorCache()
+    described: Any = launch.TensorCache(launch.gluon_descriptor)
     made = described(k, 64)
     assert described(k, 64) is made and made.base is k and made.block_shape == [1, 64, 1, 64]
     others = [described(k, 128), described(v, 64), described(k, 64, 32)]
     assert [descriptor.block_shape[1::2] for descriptor in others] == [[128, 64], [64, 64], [64, 32]]
     odd: Any = launch.gluon_descriptor(torch.empty(70 * 192).as_strided((1, 70, 2, 64), (3, 192, 64, 1)), 64)
-    assert (list(odd.shape), list(odd.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])
+    assert (odd.shape, odd.strides) == ((1, 70, 2, 64), (64, 192, 64, 1))
 
 
 @pytest.mark.parametrize("columns", [1, 8, 13])

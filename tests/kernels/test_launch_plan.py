@@ -241,7 +241,7 @@ def test_hopper_kernels_do_not_take_tuned_portable_tiles(gpu: Folders, monkeypat
     monkeypatch.setattr(hopper_forward_launch, "is_hopper_device", lambda device: True)
     q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
     config = KernelConfig(forward_kernel="hopper", backward="hopper")
-    assert resolve_tile("forward", config, q, v, None) == built_in_config(90, q.dtype, 128).forward
+    assert resolve_tile("forward", config, q, v, None) == hopper_forward_launch.default_forward_tile(128)
     monkeypatch.setattr(fused, "check_cpu", lambda tensors: None)  # bfloat16
     fused.TritonAttention().check(q, v, scores=Scores(), block=None, config=config)
 
@@ -372,8 +372,8 @@ def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_default_tiles_round_up_the_head_dim(dtype: torch.dtype) -> None:
     for arch in (75, 80, 86, 89, 90, 100, 103, 120):
-        at = {dim: built_in_config(arch, dtype, dim) for dim in (1, 64, 65, 128, 129, 256)}
-        assert at[1] == at[64] and at[65] == at[128] and at[129] == at[256]
+        at = {dim: built_in_config(arch, dtype, dim) for dim in (1, 64, 65, 96, 97, 128, 129, 192, 193, 256)}
+        assert at[1] == at[64] and at[65] == at[96] and at[97] == at[128] and at[129] == at[192] and at[193] == at[256]
         assert at[128] != at[256]
     assert built_in_config(103, dtype, 128) == built_in_config(100, dtype, 128)
     assert built_in_config(75, dtype, 128) == built_in_config(120, dtype, 128)
@@ -386,7 +386,7 @@ def test_the_larger_head_dim_decides_the_default_tile() -> None:
 
 def test_float32_has_smaller_tiles() -> None:
     """Elements are twice as large, so the same tile would need twice the shared memory."""
-    for dtype, tile in ((torch.float32, Tile(64, 32, 8, 1)), (torch.float16, Tile(128, 128, 8, 2))):
+    for dtype, tile in ((torch.float32, Tile(64, 32, 8, 1)), (torch.float16, Tile(64, 64, 4, 3))):
         assert built_in_config(90, dtype, 128).forward == tile
     assert built_in_config(90, torch.float16, 128) == built_in_config(90, torch.bfloat16, 128)
 

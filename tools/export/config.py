@@ -132,8 +132,10 @@ def _built_in(config: ExportConfig, kernel: str) -> Tile:
         ValueError: No tile fits the head dim.
     """
     head_dim = max(config.head_dim, config.head_dim_v)
+    if (kernel, config.forward_kernel) == ("forward", "hopper"):
+        return hopper_tile("forward_kernel", head_dim)
     if kernel == "hopper":
-        return hopper_tile(head_dim)
+        return hopper_tile("backward", head_dim)
     if (tile := builtin_tile(kernel, config.arch, config.dtype, head_dim)) is None:
         raise ValueError(
             f"head dim {head_dim}: no tile for a single-pass backward fits sm_{config.arch}. "

@@ -71,7 +71,8 @@ class Argument:
 class TensorMap:
     """TMA descriptor of a tensor ``[B, S, H, D]``."""
 
-    tensor: str  # name of the tensor
+    name: str
+    tensor: str  # name of the tensor; a second map for the rest of its head dim has another name
     dtype: str
     sizes: tuple[str | int, ...]  # an argument, the quotient or product of two arguments, or a number
     box: tuple[int, ...]  # elements per load along each dimension, outermost first
@@ -79,18 +80,19 @@ class TensorMap:
     by_pointer: bool  # the kernel also takes the address of the tensor
 
     @property
-    def name(self) -> str:
+    def variable(self) -> str:
         """Name of the C variable."""
-        return f"{self.tensor}_tensor"
+        return f"{self.name}_tensor"
 
     def parameters(self) -> Iterator[Argument]:
         """Yield the parameters that Triton passes: the map, then sizes and strides, which no kernel reads."""
-        yield Argument(f"{self.tensor}_map", MAP, made_of=self.tensor, at=f"{self.name}.map")
+        name, variable = f"{self.name}_map", self.variable
+        yield Argument(name, MAP, made_of=self.tensor, at=f"{variable}.map")
         for i, (axis, size) in enumerate(zip(AXES, self.sizes, strict=True)):
-            yield Argument(f"{self.tensor}_map_size_{axis}", "i32", made_of=str(size), at=f"&{self.name}.size[{i}]")
+            yield Argument(f"{name}_size_{axis}", "i32", made_of=str(size), at=f"&{variable}.size[{i}]")
         for i, axis in enumerate(AXES):
             stride = f"{self.tensor}_stride_{axis}" if axis != "d" else "1"
-            yield Argument(f"{self.tensor}_map_stride_{axis}", "i64", made_of=stride, at=f"&{self.name}.stride[{i}]")
+            yield Argument(f"{name}_stride_{axis}", "i64", made_of=stride, at=f"&{variable}.stride[{i}]")
 
     def inputs(self) -> Iterator[Argument]:
         """Yield the fields that a caller fills in: address and strides. TMA requires multiples of 16 bytes."""
@@ -209,6 +211,7 @@ def split_arguments(
     # a tensor that is passed twice gets its last name, so a state that is updated in place has the result's name
     values = [*zip(names, launch.arguments, strict=False)]
     owners = {id(value.ptr): name for name, value in values if hasattr(value, "ptr")}
+    first_map = {id(value.base): name for name, value in reversed(values) if hasattr(value, "block_shape")}
     numbers: dict[int, str] = {}
     parameters: list[Argument] = []
     inputs: list[Argument] = []
@@ -224,10 +227,12 @@ def split_arguments(
             for i, (field, part, part_kind) in enumerate(zip(field_names, value, kind, strict=True)):
                 walk(part, part_kind, (*path, i), field_name(name, field), owner and field_name(owner, field))
         elif hasattr(value, "block_shape"):
-            tensor_map = _tensor_map(value, name, symbols, metadata[len(maps)], by_pointer=id(value.base) in owners)
+            by_pointer, tensor = id(value.base) in owners, owners.get(id(value.base), first_map[id(value.base)])
+            name = tensor if by_pointer else name
+            tensor_map = _tensor_map(value, name, tensor, symbols, metadata[len(maps)], by_pointer=by_pointer)
             maps.append(tensor_map)
             parameters.extend(tensor_map.parameters())
-            inputs.extend(() if tensor_map.by_pointer else tensor_map.inputs())
+            inputs.extend(tensor_map.inputs() if name == first_map[id(value.base)] else ())
         else:
             is_aligned = ["tt.divisibility", ALIGNMENT] in source.attrs.get(path, [])
             is_number = isinstance(value, int) and tensor is None
@@ -246,7 +251,7 @@ def split_arguments(
 
 
 def _tensor_map(
-    value: Any, name: str, symbols: Mapping[int, str], metadata: Mapping[str, Any], *, by_pointer: bool
+    value: Any, name: str, tensor: str, symbols: Mapping[int, str], metadata: Mapping[str, Any], *, by_pointer: bool
 ) -> TensorMap:
     """Return the tensor map of a descriptor.
 
@@ -262,9 +267,8 @@ def _tensor_map(
     ):
         if found != supported:
             raise RuntimeError(f"the descriptor of {name} has {field} {found}; the launcher supports only {supported}")
-    tensor = "dq" if by_pointer else name
     sizes = *(symbols[size] for size in value.shape[:3]), value.shape[3]
-    return TensorMap(tensor, dtype, sizes, tuple(metadata["block_size"]), metadata["swizzle"], by_pointer)
+    return TensorMap(name, tensor, dtype, sizes, tuple(metadata["block_size"]), metadata["swizzle"], by_pointer)
 
 
 def field_name(name: str, field: str) -> str:
@@ -353,7 +357,7 @@ def _entry(config: ExportConfig, kernel: ExportedKernel) -> dict[str, Any]:
     """Return the manifest's data of one kernel."""
     tile, origin = chosen_tiles(config)[kernel.name]
     parameters = [*map(_parameter, kernel.arguments), *SCRATCH]
-    maps = {f"{tensor_map.tensor}_map": _map(tensor_map) for tensor_map in kernel.maps}
+    maps = {f"{tensor_map.name}_map": _map(tensor_map) for tensor_map in kernel.maps}
     return {
         "name": kernel.name,
         "cubin": f"{config.prefix}_{kernel.name}.cubin",

@@ -1,11 +1,13 @@
-"""dK and dV stored through TMA descriptors: the same values as by pointers in every role, nothing past the end.
+"""Tiles that TMA loads and stores: the same values as by pointers in every role, nothing past the end.
 
-On a GPU of compute capability 9.0 or higher: ``TRITON_INTERPRET=0 pytest tests/kernels/test_epilogue.py``.
+On a GPU of compute capability 9.0 or higher: ``TRITON_INTERPRET=0 pytest tests/kernels/test_descriptors.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from ringattn.kernels import (
     FULL,
     BlockSparseIndex,
     Bounds,
+    KernelConfig,
     Scores,
     attention_backward,
     attention_dkdv,
@@ -23,17 +26,18 @@ from ringattn.kernels import (
     launch,
     launch_plan,
 )
+from ringattn.kernels.config import LOADS as LOAD_MODES
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
 
 from ..support import kernel_cases
 from ..support.descriptor_stand_in import install
-from ..support.kernel_cases import DEVICE, Inputs, Sizes, dkdv_of_shards, interval, tiles
+from ..support.kernel_cases import DEVICE, Inputs, Sizes, cycle_values, dkdv_of_shards, forward_hops, interval, tiles
 from .test_compiled import compiling
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="of the interpreter, or of no GPU")
-POINTERS = tiles(32, 32)
+TILES = POINTERS = tiles(32, 32)
 DESCRIPTORS = replace(POINTERS, dkdv_epilogue="descriptors")
 SIZES = Sizes(20, 45, head_dim=16, head_dim_v=32, heads=4, kv_heads=2, batch=2)  # the last tile has 13 of 32 keys
 SMALL = replace(SIZES, heads=2, kv_heads=1)
@@ -51,6 +55,99 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def inputs(sizes: Sizes, dtype: torch.dtype = torch.float32) -> Inputs:
     return Inputs(*(x.to(DEVICE) for x in kernel_cases.inputs(sizes, dtype)))
+
+
+LOADS = cycle_values(
+    ["full", "causal", "window", "first rows blind"], [(16, 16), (24, 40), (48, 16)], [torch.float16, torch.float32]
+)
+"""Masks, head dims (40 and 48 in two parts) and dtypes."""
+
+
+@pytest.fixture
+def any_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let TMA load fp32 tiles, too."""
+    monkeypatch.setattr(
+        launch_plan, "loads_by_tma", lambda config, q, v: config is None or config.loads == "descriptors"
+    )
+
+
+def forward_by(loads: str, moved: set[str], call: Callable[..., Any]) -> Any:
+    """Return ``call(config=…)`` with tiles that are loaded as ``loads`` says."""
+    moved.clear()
+    results = call(config=replace(TILES, loads=loads))
+    assert DEVICE.type == "cuda" or ("load" in moved) == (loads == "descriptors")
+    return results
+
+
+@pytest.mark.usefixtures("any_dtype")
+@pytest.mark.parametrize(("kind", "head_dims", "dtype"), LOADS)
+def test_loads_equal_pointers_bitwise_in_every_role(
+    kind: str, head_dims: tuple[int, int], dtype: torch.dtype, moved: set[str]
+) -> None:
+    x = inputs(Sizes(35, 45, *head_dims, heads=2, kv_heads=1, batch=2), dtype)
+    for cuts in ([0, 45], [0, 20, 20, 21, 45]):  # an only hop; a first, two middle (one without keys) and a last hop
+        hops = partial(forward_hops, x, interval(kind, 35, 45), cuts)
+        torch.testing.assert_close(*(forward_by(loads, moved, hops) for loads in LOAD_MODES), **NEAR)
+
+
+FORWARD_SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
+    "modified": (
+        FULL,
+        Scores(0.0, torch.rand(4), 0.3, 5, 0, *(torch.arange(n, dtype=torch.int32) for n in (35, 45))),
+        {},
+    ),
+    "used": (Bounds(None, None, torch.tensor([45, 7], dtype=torch.int32)), Scores(softcap=20.0), {}),
+    "block_sparse": (Bounds(None, None, None, BlockSparseIndex(torch.eye(2, dtype=torch.bool), 32)), Scores(), {}),
+    "packed": (FULL, Scores(), {"pack_gqa": True, "order": "longest", "persistent": True, "sm_margin": 18}),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_SITUATIONS)
+def test_loads_equal_pointers_with_other_features(name: str, moved: set[str]) -> None:
+    """Also for slices of larger tensors, whose other elements are NaN: the rows past the end are not read."""
+    bounds, scores, options = FORWARD_SITUATIONS[name]
+    x = inputs(Sizes(35, 45, 24, 40, heads=4, kv_heads=2, batch=2), torch.float16)
+    views = [torch.full((3, 64, 6, t.shape[3]), torch.nan, dtype=t.dtype, device=DEVICE) for t in x[:3]]
+    for number, t in enumerate(x[:3]):
+        views[number] = views[number][1:, : t.shape[1], 1 : t.shape[2] + 1].copy_(t)
+    moved_scores = {name: t.to(DEVICE) for name, t in vars(scores).items() if isinstance(t, Tensor)}
+    call: dict[str, Any] = {"bounds": bounds.to(DEVICE), "scores": replace(scores, **moved_scores)}
+
+    def forward(tensors: Sequence[Tensor], config: KernelConfig) -> Any:
+        return attention_forward(*tensors, config=replace(config, **options), **call)
+
+    expected = forward_by("pointers", moved, partial(forward, x[:3]))
+    for tensors in (x[:3], views):
+        torch.testing.assert_close(forward_by("descriptors", moved, partial(forward, tensors)), expected, **NEAR)
+
+
+UNFIT: dict[str, Callable[[Tensor], Tensor]] = {
+    "stride": lambda x: torch.cat([x, x[..., :5]], -1)[..., :-5],
+    "address": lambda x: torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x),
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "empty": lambda x: x[:, :0],
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_tensors_that_tma_cannot_load_are_loaded_by_pointers(name: str, moved: set[str]) -> None:
+    """One of them is enough, because TMA loads all tensors or none."""
+    x = inputs(SIZES, torch.float16)
+    unfit = (x.k[:, :0], UNFIT[name](x.v)) if name == "empty" else (x.k, UNFIT[name](x.v))
+    made = attention_forward(x.q, *unfit, config=TILES)
+    assert "load" not in moved
+    torch.testing.assert_close(made, attention_forward(x.q, *(t.clone() for t in unfit), config=TILES), **NEAR)
+
+
+@INTERPRETED
+def test_tma_loads_16_bit_tiles_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arch in (None, 80, 89, 90, 100, 103, 120):
+        monkeypatch.setattr(launch, "gpu_specs", lambda device, arch=arch: arch and assumed_gpu(arch))
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            q, has_tma = torch.empty(0, dtype=dtype), arch in (90, 100, 103) and dtype != torch.float32
+            for config in (None, KernelConfig(), KernelConfig(loads="pointers")):
+                asks = config is None or config.loads == "descriptors"
+                assert launch.loads_by_tma(config, q, q) == (has_tma and asks)
 
 
 def numbers(*shape: int) -> Tensor:
@@ -139,4 +236,5 @@ def test_tma_alignment_of_addresses_and_strides() -> None:
         ((0, 4, 2, 16), (3, 3, 3, 1), 1, True),
     ):
         assert launch.is_tma_aligned(memory.as_strided(size, stride, offset)) is aligned, (size, stride, offset)
-    assert launch.tma_strides(memory.as_strided((1, 4, 1, 16), (3, 32, 5, 1))) == [16, 32, 16, 1]
+    assert launch.tma_strides(memory.as_strided((1, 4, 1, 16), (3, 32, 5, 1))) == (16, 32, 16, 1)
+    assert launch.tma_strides(torch.empty(1, 4, 1, 5).as_strided((1, 4, 1, 5), (3, 32, 5, 1))) == (8, 32, 8, 1)
