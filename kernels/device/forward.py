@@ -122,9 +122,9 @@ def forward_kernel(
 
     Shapes are ``[B, Sq, H, D]`` for ``q``, ``[B, Sk, Hkv, D]`` for ``k``, ``[B, Sk, Hkv, Dv]`` for ``v`` and
     ``[B, Sq, H, Dv]`` for ``state`` and ``out``. ``lse`` is fp32 ``[B, H, Sq]``, a natural log. With HAS_STATE the
-    result is merged with ``state`` and ``lse``. ``q``, ``k`` and ``v`` are strided tensors or TMA descriptors; the
-    descriptors of a second part of the head dim are separate arguments. IN_PLACE says that ``state`` is ``out``; tiles whose rows see no key
-    then stay unchanged. A persistent program takes several tiles.
+    result is merged with ``state`` and ``lse``. ``q``, ``k`` and ``v`` are strided tensors, or TMA descriptors whose
+    second part of the head dim is in ``q_second``, ``k_second`` and ``v_second``. IN_PLACE says that ``state`` is
+    ``out``; tiles whose rows see no key then stay unchanged. A persistent program takes several tiles.
     """
     q, keys = tensor_argument(q, q_second), Keys(tensor_argument(k, k_second), tensor_argument(v, v_second))
     if shape.order.count is None:

@@ -155,7 +155,7 @@ def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str
     ("h100:bf16:64", "arch is 'h100': it must be one of 80"),
     ("75:bf16:64", "arch is '75': it must be one of 80, 86"),
     ("90:bf16:64:128x128", "tile is '128x128': it must be QxKxWARPSxSTAGES"),
-    ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE, where NAME is one of forward_kernel, loads, order"),
+    ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE, where NAME is one of forward_kernel, loads"),
     ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),
     ("90:bf16:64:only:mha:forward:pack_gqa=True", "it needs several query heads per key head, as with gqa"),
     ("80:bf16:128:dkdv_epilogue=descriptors", "it needs sm_90 or higher"),

@@ -93,7 +93,7 @@ def test_loads_equal_pointers_bitwise_in_every_role(
 FORWARD_SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
     "modified": (
         FULL,
-        Scores(0.0, torch.rand(4), 0.3, 5, 0, *(torch.arange(n, dtype=torch.int32) for n in (35, 45))),
+        Scores(0.0, torch.rand(4), 0.3, 5, 0, *(torch.arange(n).int() for n in (35, 45))),
         {},
     ),
     "used": (Bounds(None, None, torch.tensor([45, 7], dtype=torch.int32)), Scores(softcap=20.0), {}),
@@ -144,7 +144,7 @@ def test_tma_loads_16_bit_tiles_where_that_is_faster(monkeypatch: pytest.MonkeyP
     for arch in (None, 80, 89, 90, 100, 103, 120):
         monkeypatch.setattr(launch, "gpu_specs", lambda device, arch=arch: arch and assumed_gpu(arch))
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            q, has_tma = torch.empty(0, dtype=dtype), arch in (90, 100, 103) and dtype != torch.float32
+            q, has_tma = torch.empty(1, 0, 1, 64, dtype=dtype), arch in (90, 100, 103) and dtype != torch.float32
             for config in (None, KernelConfig(), KernelConfig(loads="pointers")):
                 asks = config is None or config.loads == "descriptors"
                 assert launch.loads_by_tma(config, q, q) == (has_tma and asks)
