@@ -390,7 +390,7 @@ def language(machine: Machine) -> SimpleNamespace:
         maximum=pair(torch.maximum), minimum=pair(torch.minimum),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
         exp2=torch.exp2, log2=torch.log2, convert_layout=lambda x, layout: x,
-        allocate_shared_memory=machine.allocate,
+        allocate_shared_memory=machine.allocate, tensor_descriptor=Descriptor,
         warp_specialize=lambda partitions, warps, registers: machine.specialise(partitions),
         fence_async_shared=lambda: None, debug_barrier=lambda: None,
         warpgroup_mma=machine.product, warpgroup_mma_wait=machine.drain,
