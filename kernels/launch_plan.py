@@ -309,7 +309,8 @@ class QueryLauncher:
         pairs = [self._loads(x, rows) for x, rows in loads] if plan.by_tma else [None]
         if None in pairs:
             pairs = [(strided_tensor(x), None) for x, _ in loads]
-        return zip(*pairs, strict=True)
+        firsts, seconds = zip(*pairs, strict=True)
+        return list(firsts), list(seconds)
 
     def _cached_carried(self, x: Tensor) -> StridedTensor:
         """Return the kernel argument for ``x``, cached for the last tensor because all launches update the same one."""

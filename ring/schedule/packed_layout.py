@@ -238,7 +238,8 @@ def _clipped_sum(count: Vector, limit: int | Vector) -> Vector:
     """Return the sum of ``min(i, limit)`` over ``0 <= i < count``; -1 is no limit."""
     limit = np.where(np.asarray(limit) < 0, count, limit)
     rising = np.minimum(count, limit + 1)
-    return rising * (rising - 1) // 2 + (count - rising) * limit
+    total: Vector = rising * (rising - 1) // 2 + (count - rising) * limit
+    return total
 
 
 def _run_pairs(mask: PackedMask, first: Vector, last: Vector, begin: Vector, end: Vector) -> Vector:
@@ -323,11 +324,13 @@ class _Stream:
         index = np.minimum(np.searchsorted(self._ends, tokens, side="right"), len(self._documents)) - 1
         documents, inside = self._documents[index], tokens - self._ends[index]
         if not self._fold:
-            return self._works[index] + self._problem.pairs(documents, inside)
+            work: Vector = self._works[index] + self._problem.pairs(documents, inside)
+            return work
         head, rest = (inside + 1) // 2, self._problem.lengths[documents] - inside // 2
         pairs = self._problem.pairs(np.concatenate([documents, documents]), np.concatenate([head, rest]))
         head_pairs, rest_pairs = np.split(pairs, 2)
-        return self._works[index + 1] + head_pairs - rest_pairs
+        work = self._works[index + 1] + head_pairs - rest_pairs
+        return work
 
     def snap(self, cuts: Vector, distance: int) -> Vector:
         """Return the cuts, with those near an end of a document moved to that end."""

@@ -244,7 +244,7 @@ def test_masks_equal_the_dense_ones(create: str, packed: bool, islands: list[tup
 
     def rows(group: Any) -> Tensor:
         here = layout.shard(positions, group.rank())
-        own = {name: layout.shard(x, group.rank()) for name, x in more.items()}
+        own: Any = {name: layout.shard(x, group.rank()) for name, x in more.items()}
         with sharded(torch.nn.Module(), layout, group, cu_seqlens=documents, islands=islands):
             mine = mask(create=create, tokens=here.shape[1], position_ids=here, **own)
             zeros = torch.zeros(1, 1, here.shape[1], 8)

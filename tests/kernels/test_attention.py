@@ -68,11 +68,14 @@ def test_head_dims(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("head_dim", "dtype"), cycle_values([16, 320], DTYPES))
 def test_wide_values_in_two_launches(head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first launch has 256 columns and leaves the carried lse to the second, which still reads it."""
-    x, bounds, widths = inputs(Sizes(head_dim=head_dim, head_dim_v=300), dtype), interval("documents", 40, 40), []
-    spied = attention.launch  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        attention, "launch", lambda *a, **options: widths.append(options["HEAD_DIM_V"]) or spied(*a, **options)
-    )
+    x, bounds = inputs(Sizes(head_dim=head_dim, head_dim_v=300), dtype), interval("documents", 40, 40)
+    widths, launch = [], attention.launch  # type: ignore[attr-defined]
+
+    def spied(*arguments: Any, **options: Any) -> None:
+        widths.append(options["HEAD_DIM_V"])
+        launch(*arguments, **options)
+
+    monkeypatch.setattr(attention, "launch", spied)
     out, lse = forward_hops(x, bounds, CUTS[1], config=tiles(64, 16))
     assert widths == [256, 44] * 4
     compare(hop_gradients(x, bounds, CUTS[1], out, lse), x, bounds)

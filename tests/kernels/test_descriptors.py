@@ -110,7 +110,7 @@ def test_loads_equal_pointers_with_other_features(name: str, moved: set[str]) ->
     views = [torch.full((3, 64, 6, t.shape[3]), torch.nan, dtype=t.dtype, device=DEVICE) for t in x[:3]]
     for number, t in enumerate(x[:3]):
         views[number] = views[number][1:, : t.shape[1], 1 : t.shape[2] + 1].copy_(t)
-    moved_scores = {name: t.to(DEVICE) for name, t in vars(scores).items() if isinstance(t, Tensor)}
+    moved_scores: dict[str, Any] = {name: t.to(DEVICE) for name, t in vars(scores).items() if isinstance(t, Tensor)}
     call: dict[str, Any] = {"bounds": bounds.to(DEVICE), "scores": replace(scores, **moved_scores)}
 
     def forward(tensors: Sequence[Tensor], config: KernelConfig) -> Any:

@@ -143,7 +143,7 @@ def intervals_of(kind: str, seed: int, queries: int, keys: int) -> object:
     draw, rng, count = Random(seed), torch.Generator().manual_seed(seed), 1 + seed % 3
     cuts = [sorted({0, *draw.choices(range(most), k=5), most}) if most else [0, 0] for most in (queries, keys)]
     if kind == "slices":
-        cells = [cell for cell in product(*map(pairwise, cuts)) if draw.random() < 0.5]
+        cells: list[Any] = [cell for cell in product(*map(pairwise, cuts)) if draw.random() < 0.5]
         return slices([(*cell, draw.randrange(4)) for cell in cells], queries)
     if kind == "tree" and queries <= keys:
         lengths = [end - start for start, end in pairwise(cuts[0])]

@@ -134,7 +134,8 @@ def test_log_probabilities_of_each_sequence(world: int, layout: str, grad: str) 
         logprobs = logits[rows].log_softmax(-1)[torch.arange(len(rows)), tokens[targets]]
         paths = tree.gather_logprobs(logprobs, layout=layout_, group=group, grad=grad)
         total = loss(paths) / (world if grad == "sum" else 1)
-        return total.detach(), *torch.autograd.grad(total, logits)
+        (grad_logits,) = torch.autograd.grad(total, logits)
+        return total.detach(), grad_logits
 
     losses, grads = zip(*run_ranks(world, on_rank), strict=True)
     leaf = whole.clone().requires_grad_()

@@ -33,9 +33,8 @@ def is_in_slice(given: Any, q: int, k: int) -> bool:
     (start, end), (first, past), kind = given
     from_start, from_end = k - first >= q - start, past - k >= end - q  # a diagonal ends in a corner
     inside = start <= q < end and first <= k < past
-    return (
-        inside and {"full": True, "causal": from_end, "inverse causal": from_start, "both": from_start & from_end}[kind]
-    )
+    shown = {"full": True, "causal": from_end, "inverse causal": from_start, "both": from_start and from_end}
+    return bool(inside and shown[kind])
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -47,9 +47,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, **ALTERNATING}),
 }
 ISLANDS = [(3, 12), (24, 40)]
-IMAGES = torch.stack(
-    [sum((torch.arange(TOKENS) >= begin) & (torch.arange(TOKENS) < end) for begin, end in ISLANDS)] * 2
-)
+IMAGES = torch.zeros(2, TOKENS, dtype=torch.int64)
+for _begin, _end in ISLANDS:
+    IMAGES[:, _begin:_end] = 1
 register()
 
 
