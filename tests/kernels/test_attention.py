@@ -69,7 +69,8 @@ def test_head_dims(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
 def test_wide_values_in_two_launches(head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first launch has 256 columns and leaves the carried lse to the second, which still reads it."""
     x, bounds = inputs(Sizes(head_dim=head_dim, head_dim_v=300), dtype), interval("documents", 40, 40)
-    widths, launch = [], attention.launch  # type: ignore[attr-defined]
+    launch = attention.launch  # type: ignore[attr-defined]
+    widths: list[int] = []
 
     def spied(*arguments: Any, **options: Any) -> None:
         widths.append(options["HEAD_DIM_V"])
