@@ -212,7 +212,7 @@ def test_every_schedule_of_the_best_tiles_is_ranked(tmp_path: Path) -> None:
     assert ranked.tiles[:7] == first.tiles
     schedules_of_best = [other for tile in first.tiles[5:] for other in tile_schedules(tile, POINT, 90)]
     compiling = [tile for tile in schedules_of_best if not tuned_options(tile).get("persistent")]
-    assert {*ranked.tiles[7:]} == {*compiling} and len(compiling) == 2 * 3 and len(schedules_of_best) == 2 * 11
+    assert {*ranked.tiles[7:]} == {*compiling} and len(compiling) == 2 * 4 and len(schedules_of_best) == 2 * 12
     assert {*ranked.dropped} == {*first.dropped, *schedules_of_best} - {*compiling}
 
 

@@ -92,7 +92,7 @@ def inspect(*arguments: str) -> list[dict[str, Any]]:
 
 
 # Lowest bounds, in percent of peak, that the default tiles ever had. Raise them when a kernel improves.
-LEAST_BOUNDS = {"forward": 65.0, "dq": 87.0, "dkdv": 57.0}
+LEAST_BOUNDS = {"forward": 90.0, "dq": 87.0, "dkdv": 57.0}
 
 
 @pytest.mark.compiles("90:bf16:128:middle", "90:fp32:64:middle:forward", "90:bf16:128:middle:hopper")
@@ -101,14 +101,15 @@ def test_the_report_of_the_defaults() -> None:
     *report, fp32, hopper = inspect("--gate", *DEFAULT, *extra)
     assert [row["kernel"] for row in report] == [*LEAST_BOUNDS]
     for row in report:
-        assert row["arch"] == "sm_90" and row["blocks"] == 1 and not row["spills"] and not row["problems"]
+        assert row["arch"] == "sm_90" and not row["spills"] and not row["problems"]
         assert row["exponentials"] > 0 and row["bound"] >= LEAST_BOUNDS[row["kernel"]], row["variant"]
     forward = report[0]
-    # 128 x 128 scores over 256 threads, and a rescaling for each of a thread's two rows.
-    # Two products of 128 x 128 x 128, by instructions of 64x128x16.
-    assert (forward["exponentials"], forward["matrix"]) == (128 * 128 // 256 + 2, 16)
-    assert forward["loops"] == "16 16 16"
-    assert forward["products"] == 2 * 128**3 / 2048
+    assert [row["blocks"] for row in report] == [2, 1, 1]
+    # 64 x 64 scores over 128 threads, and a rescaling for each of a thread's two rows.
+    # Products of 64 x 64 x 128 by instructions of 64x64x16, and of 64 x 128 x 64 by 64x128x16.
+    assert (forward["exponentials"], forward["matrix"]) == (64 * 64 // 128 + 2, 8 + 4)
+    assert forward["loops"] == "12 12 12"
+    assert forward["products"] == 2 * 64 * 64 * 128 / 2048
     # An fp32 product runs as three TF32 products at half the rate (`tf32x3`).
     assert fp32["products"] * MULTIPROCESSOR_SPECS[90].products == 3 * 2 * 64 * 32 * (64 + 64)
     # Two warpgroups alternate: the softmax of one overlaps with the products of the other.

@@ -101,7 +101,7 @@ def test_python_calls_of_a_hop() -> None:
         shard = hop_posting.rank_passes(problem(256, 4, 64), ring, CPU)
         count = hop_posting.count_python_calls
         calls = [count(lambda phase=phase: shard.run(phase, TOGETHER)) / HOPS for phase in PHASES]  # type: ignore[misc]
-    assert calls[0] <= 110 and calls[1] <= 260
+    assert calls[0] <= 120 and calls[1] <= 260  # of the forward, about 6 look up the TMA descriptors of q, k and v
 
 
 @pytest.mark.nightly

@@ -104,7 +104,7 @@ FORWARD_SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", FORWARD_SITUATIONS)
 def test_loads_equal_pointers_with_other_features(name: str, moved: set[str]) -> None:
-    """Also for slices of larger tensors, whose other elements are NaN: the rows past the end are not read."""
+    """The tensors are slices of larger ones filled with NaN, so rows past the end must not be read."""
     bounds, scores, options = FORWARD_SITUATIONS[name]
     x = inputs(Sizes(35, 45, 24, 40, heads=4, kv_heads=2, batch=2), torch.float16)
     views = [torch.full((3, 64, 6, t.shape[3]), torch.nan, dtype=t.dtype, device=DEVICE) for t in x[:3]]
@@ -131,7 +131,7 @@ UNFIT: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_tensors_that_tma_cannot_load_are_loaded_by_pointers(name: str, moved: set[str]) -> None:
-    """One of them is enough, because TMA loads all tensors or none."""
+    """A single such tensor suffices, because TMA loads all tensors or none."""
     x = inputs(SIZES, torch.float16)
     unfit = (x.k[:, :0], UNFIT[name](x.v)) if name == "empty" else (x.k, UNFIT[name](x.v))
     made = attention_forward(x.q, *unfit, config=TILES)

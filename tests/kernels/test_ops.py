@@ -89,6 +89,7 @@ def test_opcheck() -> None:
 
 
 CONFIGS: list[dict[str, Any]] = [
+    {"loads": "pointers"},
     {"backward": "single_pass_deterministic", "single_pass": Tile(64, 32, 8, 3)},
     {"forward_kernel": "hopper"},
     {"dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 8, "pack_gqa": True,

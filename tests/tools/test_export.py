@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.autotune.compile import ROLES
-from ringattn.kernels import Tile, hopper_backward_launch
+from ringattn.kernels import Tile, hopper_backward_launch, hopper_forward_launch
 from ringattn.kernels.config import built_in_config
 from ringattn.kernels.gpu import ARCHS, MULTIPROCESSOR_SPECS
 from ringattn.tools.export import kernels
@@ -133,7 +133,10 @@ def tiles_of(config: ExportConfig) -> Tiles:
     ({"gpu": None}, "forward", None, NEVER),
     ({"bounded": True}, "forward", None, "is for forward_kernel='hopper', not exported"),
     ({"bounded": True, "forward_kernel": "hopper"}, "forward", HOPPER, AT_8192),
-    ({"forward_kernel": "hopper"}, "forward", None, "is for forward_kernel='portable', not exported"),
+    (
+        {"forward_kernel": "hopper"}, "forward", hopper_forward_launch.default_forward_tile(128),
+        "is for forward_kernel='portable', not exported",
+    ),
     ({"backward": "single_pass"}, "gradients", Tile(32, 128, 4, 1), AT_8192),
     ({"backward": "hopper"}, "gradients", hopper_backward_launch.default_backward_tile(128), NEVER),  # not in a table
     ({"backward": "single_pass", "head_dim": 192, "head_dim_v": 192}, "gradients", Tile(16, 32, 8, 1), AT_8192),

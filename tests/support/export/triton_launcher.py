@@ -21,6 +21,7 @@ from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
 from ringattn.autotune.compile import CallSizes, call_entry
 from ringattn.kernels import FULL, Bounds, attention, hopper_backward_launch, hopper_forward_launch, single_pass
+from ringattn.kernels import launch as launching
 from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.tables import DTYPES
 from ringattn.tools.export.config import ExportConfig
@@ -71,6 +72,7 @@ def captured(config: ExportConfig, case: dict[str, int]) -> dict[str, tuple[int,
             patch.object(hopper_backward_launch, "launch", launch),
             patch.object(hopper_forward_launch, "is_hopper_device", lambda device: True),
             patch.object(single_pass, "gpu_specs", lambda device: assumed_gpu(config.arch)),
+            patch.object(launching, "gpu_specs", lambda device: assumed_gpu(config.arch)),
         ):
             if name == "delta":
                 attention.attention_delta(*(make(name, *values, dtype=DTYPES[config.dtype]) for _ in range(2)))
