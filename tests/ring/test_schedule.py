@@ -70,6 +70,7 @@ def check(
     plan = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     cut = cut_keys(layout, mask, keys, runs)
     plans = [plan] if runs == 1 else [plan.select_keys(layout, mask, *run) for run in cut]
+    assert [part.lengths for part in plans] == [sent.lengths for _, sent in cut]
     check_plans(plans, [{*visible_shards(layout, mask, run)} for run, _ in cut], how)
 
 
