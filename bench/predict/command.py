@@ -29,7 +29,7 @@ PICTURE = Path("predict.png")
 DEFAULT_NODE_LINK = "ib400"
 MOST_GPUS = 16 * 1024
 TOKENS, WORLD = 8192, 8
-ONE_RING_FLAGS = ("tokens", "seqlen", "trace", "slow", "jitter")
+ONE_RING_FLAGS = ("tokens", "seqlen", "packed", "trace", "slow", "jitter")
 """Flags that cannot be combined with --sweep."""
 WHOLE_RING = ("tokens", "seqlen", "world", "sweep")
 """Flags that cannot be combined with a layout from a file."""

@@ -25,7 +25,7 @@ from .hop_order import last_indices, order_distances
 Vector = npt.NDArray[np.int64]
 SpansPerRank = Sequence[Sequence[tuple[int, ...]]]  # (start, length) or (start, length, step)
 
-LIQUID_DIVISORS = 1, 2, 3, 4, 32
+LIQUID_DIVISORS = 1, 2, 4
 """A document with more than a mean rank's work or tokens, divided by this, is liquid. One round of candidates each."""
 CUTS = (False, False), (True, False), (True, True)  # of a candidate: cut from both ends in turn, two streams
 ROUNDS = 3  # times that rocks are spread for the tokens that the liquid leaves them

@@ -46,6 +46,11 @@ def own(*arguments: str) -> dict[str, Any]:
     return row
 
 
+def test_packed_documents_are_faster_than_contiguous_shards() -> None:
+    call = ("--gpus", "8", "--tokens", "16k", "--kv-heads", "8", "--documents", "8k")
+    assert own(*call, "--packed")["bwd"] < own(*call, "--layout", "contiguous")["bwd"]
+
+
 REFUSED = {
     "--tflops nan": "--tflops is nan: it must be",
     "--backward-tflops 300": "--backward-tflops has no effect without --tflops",
@@ -59,6 +64,8 @@ REFUSED = {
     "--link-between ib400": "link-between and --nics need several nodes",
     "--nodes 2 --nics 99": "--nics is 99: it must be at most 4",
     "--gpus 2 --nodes 2 --link pcie5": "--link is the link inside a node, but each node has one GPU",
+    "--packed": "--packed needs --documents or --cu-seqlens, and no other layout",
+    "--packed --documents 1k --sweep tokens=1k..2k,gpus=2..4": "--packed and --sweep cannot be used together",
     "--gpus 8 --nodes 3": "nodes is 3: it must divide world, 8, so use one of 1, 2, 4, 8",
     "--layout none.json": "--layout is none.json: No such file",
     "--layout none.json --seqlen 8k": "--seqlen and --layout cannot be used together",
