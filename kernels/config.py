@@ -10,6 +10,7 @@ from .device.tile_ops import MAX_PART_WIDTH
 
 MIN_TILE_SIDE = 16
 MAX_WIDE_ROWS = 32
+"""Most query rows of a forward program whose accumulators have more than ``MAX_PART_WIDTH`` columns."""
 
 
 @dataclass(frozen=True)
@@ -137,15 +138,16 @@ def is_single_pass(config: KernelConfig | None) -> bool:
 def value_columns(tile: Tile, head_dim_v: int) -> int:
     """Return how many columns of v a forward program takes; further columns take launches that repeat the scores.
 
-    The accumulators of more than ``MAX_WIDE_ROWS`` rows fit the registers only up to ``MAX_PART_WIDTH`` columns.
+    The accumulators of more rows than ``MAX_WIDE_ROWS`` fit in registers only up to ``MAX_PART_WIDTH`` columns.
     """
     return head_dim_v if tile.block_q <= MAX_WIDE_ROWS else min(head_dim_v, MAX_PART_WIDTH)
 
 
 # Untuned defaults. For 16-bit inputs and head dims up to 128, each is the first tile that compiles on Triton 3.6 to 3.9
 # without spills and without serialised wgmma in the loop over tiles (`bench/NOTES.md` has the survey). The search began
-# at 128 query rows per K/V tile (128 keys in dK/dV), as in Triton's fused-attention tutorial. None was timed on a GPU
-# yet; a tuned table replaces them.
+# at 128 query rows per K/V tile (128 keys in dK/dV), as in Triton's fused-attention tutorial. Those for 512 are the
+# best of about ten tiles by the bound of `ringattn inspect`, and no role spills in its loop on Triton 3.7. None was
+# timed on a GPU yet; a tuned table replaces them.
 _HOPPER = {  # 227 KB of shared memory; wgmma needs 8 warps to split 128 x 128 accumulators
     64: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 1), Tile(64, 128, 8, 1)),
     128: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 1)),

@@ -65,6 +65,7 @@ def test_common_launches_are_clean_and_disabled_features_cost_nothing(rows: list
 SAMPLE = [
     ["80:bf16:128:middle:dkdv", "100:bf16:64:middle:forward", "120:fp16:128:middle:dq"],
     ["90:bf16:128:last:single_pass", "100:bf16:96:middle:single_pass"],
+    ["80:bf16:512:middle:mha:dkdv", "86:bf16:320:middle:mha:forward", "90:bf16:512:last:mha:forward"],
     ["90:bf16:128:quantize", "80:fp32:256:quantize", "90:bf16:128:dequantize", "86:bf16:64:dequantize"],
 ]
 
@@ -108,7 +109,10 @@ NIGHTLY: dict[str, list[str]] = {
     ],
     "orders": [f"bf16:{dim}:middle:{options}" for dim in SIXTEEN_BIT for options in ORDERS],
     "two parts": [f"bf16:{head_dims}" for head_dims in ("192/128", "96", "80")],
-    "fp8": [f"{dtype}:{dim}:{kernel}" for dtype in ("bf16", "fp32") for dim in (1, 40, 96, 129) for kernel in FP8],
+    "wide": ["bf16:512", "fp16:512:middle"]
+    + [f"bf16:{dims}:middle" for dims in ("272", "320", "384", "448", "64/512", "512/64", "256/512", "512/256")]
+    + [f"fp32:{dims}:middle:bounded:mha" for dims in ("512", "300/212", "512/16")],
+    "fp8": [f"{dtype}:{dim}:{kernel}" for dtype in ("bf16", "fp32") for dim in (1, 40, 96, 129, 257) for kernel in FP8],
     "hopper": [f"{dtype}:{dim}:{kernel}" for dtype in ("bf16", "fp16") for kernel, dim in product(HOPPER, SIXTEEN_BIT)]
     + ["bf16:256:hopper", "fp16:256:hopper"],
     "descriptors": [f"bf16:64:{DESCRIBED}", f"bf16:128:{DESCRIBED}", f"fp32:128:{DESCRIBED}"],

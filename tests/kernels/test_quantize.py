@@ -60,9 +60,11 @@ def test_rounding_is_to_nearest_with_ties_to_even() -> None:
     assert set((codes.view(torch.uint8)[len(middle) : 2 * len(middle)] % 2).tolist()) == {0}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_quantize_matches_the_reference(dtype: torch.dtype) -> None:
-    x = wide_range_tensor(2, 130, 2, 3, dtype=dtype)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2, 130, 2, 3), dtype) for dtype in DTYPES] + [((1, 18, 1, 300), DTYPES[0])]
+)
+def test_quantize_matches_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = wide_range_tensor(*shape, dtype=dtype)
     codes, scale = quantized(x)
     expected, scales = fp8.quantize_blocks(x, SCALE_TOKENS)
     torch.testing.assert_close(scale.double(), scales, rtol=2**-24, atol=0)

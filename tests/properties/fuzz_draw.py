@@ -183,19 +183,7 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
     elif not large and run != "kernels" and rng.random() < 0.1:
         pattern = draw_longformer(rng, min(tokens, 12) if triton else tokens)
     heads, batch = ring.get("chunks", 1) + rng.choice([0, 0, 1]), rng.choice([1, 1, 2, 2, 3])
-    dims = [
-        (16, 16),
-        (16, 16),
-        (16, 8),
-        (8, 16),
-        (24, 5),
-        (1, 1),
-        (64, 64),
-        (3, 70),
-        (192, 128),
-        (256, 256),
-        (512, 320),
-    ]
+    dims = [(16, 16)] * 2 + [(16, 8), (8, 16), (24, 5), (1, 1), (64, 64), (3, 70), (192, 128), (256, 256), (512, 320)]
     share = rng.choice([None, None, None, None, 0.1, 0.5, 0.9])
     call: Literals = {
         "seed": rng.randrange(1000),
@@ -220,7 +208,7 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
         "lse": rng.random() < 0.5,
         "grads": "qkvs" if run == "kernels" else rng.choice(["qkvs", "qkvs", "qkvs", "", "q", "kv", "qs"]),
         "backend": "triton" if triton else rng.choice(["aten", "aten", "auto"]),
-        "config": rng.choice([None, [16, 16], [16, 32]]) if triton and block == 1 else None,
+        "config": rng.choice([None, [16, 16], [64, 32]]) if triton and block == 1 else None,
         "ring": {} if run == "kernels" else ring,
         "kept": not ring and rng.random() < 0.5,
         "named": rng.random() < 0.3,

@@ -90,6 +90,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
     ({"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1}, "layout reaches position 2147483648: with dropout_p"),
     ({"k": x(9, 2), "v": x(9, 2)}, "k has 9 tokens and q has 8"),
+    ({"v": x(8, 2, 513)}, "v has head dim 513: it must be between 1 and 512"),
     ({"k": x(8, 3), "v": x(8, 3)}, r"k has 3 heads and q has 4: .* must be a multiple of the heads of k"),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a number from 1e-30 to 1e30, or None"),
     ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, flash, cudnn, fa3, fa4, aten"),
