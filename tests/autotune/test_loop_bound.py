@@ -66,7 +66,8 @@ FEW, MANY = 16, 17
 @pytest.mark.parametrize(("changed", "most"), [
     ({}, 0),
     ({"features": ("dropout",)}, MANY),
-    ({"head_dim": 512}, 0),
+    ({"head_dim": 256}, MANY),
+    ({"head_dim": 257}, 0),
     ({"dtype": "fp32"}, MANY),
     ({"options": (("persistent", True),)}, 0),
     ({"kernel": "dkdv", "options": (("persistent", True),)}, FEW),  # its outer loop walks over tiles
