@@ -156,7 +156,7 @@ class Hub:
         deadline = time.monotonic() + patience
         while not ready():
             if self.failure is not None:
-                raise WorldAborted(f"{what}: given up, because another rank raised {type(self.failure).__name__}")
+                raise WorldAborted(f"{what}: stopped waiting because another rank raised {type(self.failure).__name__}")
             if channel in self._stopped:
                 raise TransportError(f"{what}: {self._stopped[channel]}")
             if peer in self._returned_ranks:

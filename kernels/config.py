@@ -117,7 +117,8 @@ class KernelConfig:
                 )
         if self.dkdv_splits != AUTO and not is_int_at_least(self.dkdv_splits, 1):
             raise ValueError(
-                f"dkdv_splits is {self.dkdv_splits!r}: it must be {AUTO!r} or divide the query heads per key head"
+                f"dkdv_splits is {self.dkdv_splits!r}: it must be {AUTO!r} or a divisor of the number of query heads "
+                "per key head"
             )
         if self.sm_margin is not None and not (self.persistent and is_int_at_least(self.sm_margin, 0)):
             raise ValueError(

@@ -372,12 +372,14 @@ def _islands(args: AttentionArgs, reach: int, documents: Documents | None) -> tu
     """Return the checked islands, () for None."""
     islands = read_ranges("islands", () if args.islands is None else args.islands)
     if islands and not args.causal:
-        raise ValueError(f"islands has {len(islands)} ranges without causal: it needs causal=True")
+        raise ValueError(f"islands is given and causal is {args.causal}: islands needs causal=True")
     boundaries = (reach,) if documents is None else documents.boundaries
     for number, (begin, end) in enumerate(islands):
         stop = boundaries[min(bisect_right(boundaries, begin), len(boundaries) - 1)]
         if end > stop:
-            raise ValueError(f"islands[{number}] is {(begin, end)}: it must end in its document, at {stop} at most")
+            raise ValueError(
+                f"islands[{number}] is {(begin, end)}: it must not extend past the end of its document, {stop}"
+            )
     return islands
 
 

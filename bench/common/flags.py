@@ -58,7 +58,9 @@ def parse_size_text(text: str) -> int:
     """Parse a size such as ``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024)."""
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size: it must be an integer below 10^18, or one with k, m or g.")
+        raise typer.BadParameter(
+            f"{text!r} is not a size: it must be an integer below 10^18, optionally followed by k, m or g."
+        )
     return int(match[1]) * SUFFIXES[match[2]]
 
 
@@ -411,7 +413,7 @@ def resolve_timer(kind: str, timer: str, supported: Sequence[str] = TIMERS) -> s
     default = "events" if kind == "cuda" else "clock"
     known = supported if kind == "cuda" else (default,)
     if (timer or default) not in known:
-        raise typer.BadParameter(f"--timer is {timer!r}: on {kind} it must be one of {', '.join(known)}")
+        raise typer.BadParameter(f"--timer is {timer!r}: on {kind} it must be {' or '.join(known)}")
     return timer or default
 
 

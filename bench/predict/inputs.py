@@ -78,9 +78,9 @@ def speed_from_file(path: Path, call: PredictedCall, gpu: str | None) -> tuple[S
         chosen += sorted(launches, key=lambda launch: _distance(launch[1], call))[:1]
         if not chosen:
             dtypes = sorted({launched.dtype for row, (_, launched) in rows if row["pass"] == FORWARD})
-            available = f"it has rows of {', '.join(dtypes)}" if dtypes else "it has none"
+            available = f"its rows are for {', '.join(dtypes)}" if dtypes else "it has none"
             raise ValueError(
-                f"{path} has no time for a full or causal forward by {OURS} in {call.dtype}: {available}. "
+                f"{path} has no timing of a full or causal forward of {OURS} in {call.dtype}: {available}. "
                 f"Measure it with `ringattn bench kernels --dtype {call.dtype} --json FILE`."
             )
     try:

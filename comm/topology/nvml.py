@@ -258,7 +258,7 @@ def load_nvml() -> Any:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise NvmlUnavailableError(f"NVML finds no driver ({type(error).__name__}: {error})") from None
+        raise NvmlUnavailableError(f"NVML found no driver ({type(error).__name__}: {error})") from None
     return nvml
 
 

@@ -85,7 +85,9 @@ def _read_slice(number: int, given: Slice, positions: int) -> SliceRun:
             f"one of {', '.join(KINDS)}"
         ) from None
     if end > positions:
-        raise ValueError(f"slices[{number}] has queries up to {end}: they must end at {positions} at most, positions")
+        raise ValueError(
+            f"slices[{number}] has queries up to {end}: they must end at {positions} (positions) or earlier"
+        )
     run = SliceRun(start, end, first - lo_step * start, lo_step, past - hi_step * (end - 1), hi_step)
     if lo_step == hi_step:
         return run if run.keys(start)[0] < run.keys(start)[1] else run._replace(end=start)

@@ -378,7 +378,7 @@ def changed(place: int, **values: Any) -> list[dict[str, Any]]:
     (ROWS, None, "was not measured on a GPU"),
     (ROWS, GPU | {"multiprocessors": 0}, "multiprocessors is 0"),
     ([], GPU, "it has none"),
-    (ROWS[9:10], GPU, "it has rows of float32"),
+    (ROWS[9:10], GPU, "its rows are for float32"),
     (changed(0, rate=True), GPU, "rows[0]: rate is True"),
     (changed(1, rate=1e12), GPU, "is too fast: this call would take less time"),
     (changed(0, heads="16"), GPU, "rows[0] is not a row written by `bench kernels`"),

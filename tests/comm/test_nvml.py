@@ -227,7 +227,7 @@ def test_missing_nvml_data_is_left_out(stand_in: StandIn, tree: Path, monkeypatc
     del stand_in.answers["Init"]
     device = nvml.device_info(GPU, sys=tree)
     assert (device.gpu, device.name, device.nvlinks) == (f"GPU-{UUID}", "H100", ())
-    assert device.unknown == "NVML finds no driver (NVMLError: Not Supported)"
+    assert device.unknown == "NVML found no driver (NVMLError: Not Supported)"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.device_info(GPU, sys=tree).unknown == "pynvml is not installed; run pip install nvidia-ml-py"
 
@@ -277,8 +277,8 @@ def test_reader_of_clocks_and_power(stand_in: StandIn) -> None:
     assert (nvml.GpuReader(CPU)(), nvml.GpuReader(CPU).reason) == ({}, "cpu is not a GPU")
     del stand_in.answers["Init"]
     read = nvml.GpuReader(GPU)
-    assert read() == {} and "NVML finds no driver" in str(read.reason)
-    assert "NVML finds no driver" in provenance.gpu_clocks(GPU)["unknown"]
+    assert read() == {} and "NVML found no driver" in str(read.reason)
+    assert "NVML found no driver" in provenance.gpu_clocks(GPU)["unknown"]
     assert provenance._or_unknown(nvml.driver_version) == "unknown: NvmlUnavailableError"
 
 

@@ -115,15 +115,15 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"block_mask": torch.ones(3, 3).bool()}, "block_mask has 3 rows, .* 8 queries.* BlockMask"),
     ({"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"}, "the block mask has block size 8"),
-    ({"islands": [(1, 3)]}, "islands has 1 ranges without causal: it needs causal=True"),
+    ({"islands": [(1, 3)]}, "islands is given and causal is False"),
     ({"causal": True, "islands": [(1, 3), (2, 4)]}, r"islands\[1\] is \(2, 4\): ranges must ascend, without overlap"),
     (
         {"causal": True, "islands": [(1, 3), (6, 9)]},
-        r"islands\[1\] is \(6, 9\): it must end in its document, at 8 at most",
+        r"islands\[1\] is \(6, 9\): it must not extend past the end of its document, 8",
     ),
     (
         {"causal": True, "islands": [(0, 2), (3, 6)], "cu_seqlens": [0, 2, 5, 8]},
-        r"islands\[1\] is \(3, 6\): it must end in its document, at 5 at most",
+        r"islands\[1\] is \(3, 6\): it must not extend past the end of its document, 5",
     ),
     ({"intervals": [(EIGHT[:7], EIGHT[:7] + 1)]}, "intervals has 7 positions: it must have 8, those of the queries"),
     (
