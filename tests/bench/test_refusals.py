@@ -64,7 +64,7 @@ REFUSED = {
 }
 REFUSED_ON_A_GPU = {
     "links --ctas 4 --transport process_group": "--ctas cannot be used unless --transport includes nccl",
-    "links --timer sundial": "on cuda it must be one of events, clock",
+    "links --timer sundial": "on cuda it must be events or clock",
     "overlap --link-share 0.5": "--link-share cannot be used on a GPU",
 }
 

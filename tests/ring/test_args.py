@@ -369,7 +369,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "slices",
         {"slices": [((0, 9), (0, 2), 0)]},
-        r"slices\[0\] has queries up to 9: they must end at 8 at most, positions",
+        r"slices\[0\] has queries up to 9: they must end at 8",
     ),
     ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
     ("Limits", {"channels": 8, "ctas": 4}, "channels is 8; it must be at most ctas, 4"),
