@@ -153,9 +153,9 @@ def ring_attention(
     If ``cu_seqlens``, ``key_mask`` or ``leftpad_k`` let batch rows see different keys, the rows are packed into one
     sequence, each as its own document. Hidden keys are not sent. Rounding of ``out`` and the positions that dropout
     uses are then those of the packed sequence: ``row * positions of a row + position``, in batch row 0. Both are still
-    equal for every number of ranks and layout. ``block_mask`` is not supported with packed rows. With more than one
-    row, ``prefix_length`` and ``alibi_slopes [B, H]`` are not supported either. Documents that all rows share, and
-    padding behind all keys (``seqused_k``), need no packing.
+    equal for every number of ranks and layout. ``block_mask``, ``intervals`` and ``islands`` are not supported with
+    packed rows. With more than one row, ``prefix_length`` and ``alibi_slopes [B, H]`` are not supported either.
+    Documents that all rows share, and padding behind all keys (``seqused_k``), need no packing.
 
     Ranks compare their arguments before anything is sent, except for values in device tensors: ``learnable_sink`` and
     ``alibi_slopes`` must be equal on all ranks. If several mask arguments are given, a key is visible only if all of

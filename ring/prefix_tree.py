@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from ..comm import GroupLike
+from ..kernels.checks import check_tensor
+from ..validators import integer_between, short_repr
 from .schedule.intervals import MAX_INTERVALS, Intervals
-from .schedule.layout import Layout, LayoutLike, check_tokens, whole_numbers
+from .schedule.layout import INTEGER_DTYPES, Layout, LayoutLike, check_tokens, whole_numbers
 from .session import Session
 from .shards import unshard
 
@@ -73,7 +75,7 @@ class PrefixTree:
 
     def path(self, leaf: int) -> Tensor:
         """Return the positions of the tokens of the sequence that ends with node ``leaf``, int64."""
-        nodes = [leaf]
+        nodes = [integer_between(0, len(self.lengths) - 1).check("leaf", leaf)]
         while self.parents[nodes[-1]] >= 0:
             nodes.append(self.parents[nodes[-1]])
         return torch.cat([torch.arange(self.starts[n], self.starts[n] + self.lengths[n]) for n in reversed(nodes)])
@@ -88,9 +90,20 @@ class PrefixTree:
             ``(rows, targets)``, int64 ``[n]``: the token at position ``targets[i]`` follows that at
             ``positions[rows[i]]``. Every token but the first ones of roots is a target on exactly one rank. Targets
             ascend.
+
+        Raises:
+            ValueError: ``positions`` is no such tensor, is not a position of the tree, or has a position twice.
         """
+        if not isinstance(positions, Tensor) or positions.dim() != 1 or positions.dtype not in INTEGER_DTYPES:
+            raise ValueError(f"positions is {short_repr(positions)}: it must be an integer tensor of shape [S]")
+        own = positions.cpu().long()
+        wrong = own[(own < 0) | (own >= self.tokens)]
+        if len(wrong):
+            raise ValueError(f"positions has {int(wrong[0])}: it must be between 0 and {self.tokens - 1}")
+        if len(own.unique()) < len(own):
+            raise ValueError("positions has a position twice: the positions of a rank must differ")
         index = torch.full((self.tokens + 1,), -1)  # the last element serves tokens without a previous one
-        index[positions.cpu()] = torch.arange(len(positions))
+        index[own] = torch.arange(len(own))
         rows = index[self.previous]
         (targets,) = torch.where(rows >= 0)
         return rows[targets], targets
@@ -113,9 +126,12 @@ class PrefixTree:
         Raises:
             ValueError: an argument does not fit, or the ranks disagree.
         """
-        session = Session(group, device=logprobs.device)
+        session = Session(group, device=getattr(logprobs, "device", None))
         with session.call():
-            targets = self._target_layout(session.resolve_layout(layout, self.tokens))
+            check_tensor("logprobs", logprobs)
+            resolved = session.resolve_layout(layout, self.tokens)
+            session.agree({"call": "gather_logprobs", "layout": resolved}, {"tree": self.intervals})
+            targets = self._target_layout(resolved)
             count = targets.lengths[session.rank]
             check_tokens(logprobs, "logprobs", 0, count, f"but next_tokens gives rank {session.rank} {count} targets")
         whole = unshard(logprobs, layout=targets, group=group, dim=0, grad=grad)
@@ -146,7 +162,7 @@ def prefix_tree(lengths: Iterable[int] | Tensor, parents: Iterable[int] | Tensor
     """Pack sequences that share prefixes, such as the rollouts of a prompt or the drafts of a decoder.
 
     Each node is a run of tokens, and each path from a root to a leaf is a sequence. Tokens are packed depth first, so
-    that the keys of a token are one interval for each branch on its path; at most 64 branches may follow one another.
+    that the keys of a token are one interval for each run of nodes between branching points on its path, at most 64.
 
     Args:
         lengths: number of tokens of each node, at least 1.
@@ -169,9 +185,8 @@ def prefix_tree(lengths: Iterable[int] | Tensor, parents: Iterable[int] | Tensor
         if size < 1:
             raise ValueError(f"lengths[{node}] is {size}: it must be at least 1")
         if not -1 <= parent < node:
-            raise ValueError(
-                f"parents[{node}] is {parent}: it must be an earlier node, 0 to {node - 1}, or -1 for a root"
-            )
+            earlier = f"an earlier node, 0 to {node - 1}, or " if node else ""
+            raise ValueError(f"parents[{node}] is {parent}: it must be {earlier}-1 for a root")
         children[parent].append(node)
     order, waiting = [], children[-1][::-1]
     while waiting:

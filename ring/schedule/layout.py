@@ -325,6 +325,7 @@ def _differences(ends: Iterable[int]) -> list[int]:
 __all__ = ["Layout", "LayoutLike", "Span"]
 
 INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MAX_SPEED_RATIO = 1 << 10  # between the fastest and the slowest rank of a packed layout
 REPR_SPANS = 32  # repr() shows a digest of larger layouts
 
 
@@ -488,8 +489,15 @@ class Layout:
         exact = _exact_speeds([1] * world if speeds is None else speeds)
         if len(exact) != world:
             raise ValueError(f"speeds has {len(exact)} entries: it must have one per rank, {world}")
-        if topology is not None and topology.world != world:
-            raise ValueError(f"topology has {topology.world} ranks: it must have {world}, like world")
+        if topology is not None and getattr(topology, "world", None) != world:
+            got = f"has {topology.world} ranks" if hasattr(topology, "world") else f"is {short_repr(topology)}"
+            raise ValueError(f"topology {got}: it must be a Topology of {world} ranks, like world")
+        for rank, speed in enumerate(exact):
+            if 0 < speed < max(exact) / MAX_SPEED_RATIO:
+                raise ValueError(
+                    f"speeds[{rank}] is {float(speed)}: it must be 0 or at least 1/{MAX_SPEED_RATIO} of the largest "
+                    "speed"
+                )
         unit = lcm(*(speed.denominator for speed in exact))
         nodes = (tuple(range(world)),) if topology is None else topology.nodes
         two_level = topology is not None and topology.two_level

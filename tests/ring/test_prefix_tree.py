@@ -153,3 +153,27 @@ def test_wrong_parts_and_counts_are_refused() -> None:
         PATHS.pack([torch.zeros(n) for n in (5, 4, 9, 2, 4)])
     with pytest.raises(ValueError, match="logprobs has 3 tokens along dim 0, but next_tokens gives rank 0 22 targets"):
         PATHS.gather_logprobs(torch.zeros(3), layout=None, grad="sum")
+
+
+def test_ranks_with_different_trees_are_refused_before_log_probabilities_are_gathered() -> None:
+    def on_rank(group: Any) -> None:
+        tree = prefix_tree([2, 1, 1, 4], [[-1, 0, 0, -1], [-1, 0, 1, -1]][group.rank()])
+        rows, _ = tree.next_tokens(Layout.contiguous(8, 2).positions(group.rank()))
+        with pytest.raises(ValueError, match="tree differs between ranks"):
+            tree.gather_logprobs(torch.zeros(len(rows)), layout="contiguous", group=group, grad="slice")
+
+    run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("call", [
+    lambda tree: tree.next_tokens(torch.tensor([-1])),
+    lambda tree: tree.next_tokens(torch.tensor([4])),
+    lambda tree: tree.next_tokens(torch.tensor([3, 3])),
+    lambda tree: tree.next_tokens([0, 1]),
+    lambda tree: tree.path(3),
+    lambda tree: tree.path("1"),
+    lambda tree: tree.gather_logprobs([0.0], layout=None, grad="slice"),
+])  # fmt: skip
+def test_bad_arguments_of_a_tree_are_refused(call: Any) -> None:
+    with pytest.raises(ValueError, match=r"^(positions has|positions is|leaf is|logprobs is)"):
+        call(prefix_tree([2, 1, 1], [-1, 0, 0]))

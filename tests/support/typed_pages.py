@@ -23,6 +23,7 @@ accelerator: Any
 batch: Any
 cu_seqlens: Any
 group: Any
+layout: Any
 model: Any
 name: Any
 tokens: Any
