@@ -100,7 +100,7 @@ class PrefixTree:
         wrong = own[(own < 0) | (own >= self.tokens)]
         if len(wrong):
             raise ValueError(f"positions has {int(wrong[0])}: it must be between 0 and {self.tokens - 1}")
-        if len(own.unique()) < len(own):
+        if (own.sort().values.diff() == 0).any():
             raise ValueError("positions has a position twice: the positions of a rank must differ")
         index = torch.full((self.tokens + 1,), -1)  # the last element serves tokens without a previous one
         index[own] = torch.arange(len(own))
