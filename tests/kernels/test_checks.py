@@ -200,7 +200,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
         {"forward_kernel": "hopper", "pack_gqa": True},
         "pack_gqa is True: forward_kernel='hopper' needs order='heads', .* pack_gqa=False",
     ),
-    *(({"dkdv_splits": n}, "dkdv_splits is .*: it must be 'auto' or divide") for n in (0, True, "2")),
+    *(({"dkdv_splits": n}, "dkdv_splits is .*: it must be 'auto' or a divisor") for n in (0, True, "2")),
     (
         {"dkdv_splits": 2, "backward": "single_pass"},
         "dkdv_splits is 2 with backward='single_pass': it needs backward='two_pass'",
