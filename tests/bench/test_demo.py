@@ -89,7 +89,7 @@ BROKEN: dict[str, tuple[Attention, str]] = {
     # same value of k, gradient times 1.0001
     "gradient": (lambda q, k, v, **how: ring_attention(q, k + 1e-4 * (k - k.detach()), v, **how),
                  "key.weight at step 1"),
-    "nan": (lambda q, k, v, **how: ring_attention(q, k, v, **how) * math.nan, "loss at step 1: nan"),
+    "nan": (lambda q, k, v, **how: ring_attention(q, k, v, **how) * math.nan, "loss at step 1: error nan"),
 }  # fmt: skip
 
 
