@@ -74,8 +74,8 @@ class Rings(NamedTuple):
 def resolve_mesh_rings(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Rings:
     """Return the rings that calls with this mesh share.
 
-    ``ring`` may be a ring of the first dimension with its own settings. The Ulysses ring takes its deadline from it. An
-    error in one ring ends both, and errors name ranks of the mesh.
+    ``ring`` may be a ring of the first dimension with its own settings. The Ulysses ring takes its transport,
+    limits and deadline from it. An error in one ring ends both, and errors name ranks of the mesh.
 
     Raises:
         ValueError: ``ring`` belongs to another group.

@@ -193,11 +193,11 @@ class Ring:
     def partner(self, group: Group) -> Ring:
         """Return the partner: the ring of ``group``, the other mesh dimension. Created on first use.
 
-        The partner has this ring's deadline, and defaults for all other settings. If one of the two fails, both end.
-        Closing this ring closes the partner.
+        The partner has this ring's transport, limits and deadline. If one of the two fails, both end. Closing this
+        ring closes the partner.
         """
         if group not in self._partners:
-            ring = _new_ring(group, self.deadline)
+            ring = _new_ring(group, self.deadline, transport=self._transport, limits=self.limits)
             ring._rings = self._rings
             self._partners.setdefault(group, ring)
         return self._partners[group]
@@ -582,8 +582,8 @@ def default_ring(group: GroupLike, device: torch.device) -> Ring:
     return ring
 
 
-def _new_ring(group: Group, deadline: float | None) -> Ring:
-    ring = Ring(group)
+def _new_ring(group: Group, deadline: float | None, **settings: Any) -> Ring:
+    ring = Ring(group, **settings)
     ring.deadline = deadline  # not as an argument, which would enter it in _DEADLINES
     return ring
 

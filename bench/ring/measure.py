@@ -98,8 +98,6 @@ def open_bench_ring(
         if group is not dist.group.WORLD:
             rings.callback(dist.destroy_process_group, group)
         rings.callback(get_group_cache(group).pop, device, None)
-        if group.size() == 1:  # nothing is sent
-            transport, limits = "auto", Limits()
     return rings.enter_context(Ring(group, transport=transport, limits=limits))
 
 

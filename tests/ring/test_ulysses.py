@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention, shard, unshard
-from ringattn.comm import LocalGroup
+from ringattn.comm import Limits, LocalGroup, open_transport
 from ringattn.comm.transports.local import LocalTransport
 from ringattn.comm.world import DEFAULT_TIMEOUT, LocalMesh
 from ringattn.ring.mesh import resolve_mesh_rings, ring_layout, ulysses_layout
@@ -303,6 +303,25 @@ def test_no_second_derivative() -> None:
         (dq,) = torch.autograd.grad(attend(mesh, *leaves).square().sum(), leaves[:1], create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             dq.sum().backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(4, on_rank)
+
+
+def test_the_exchange_takes_the_transport_and_limits_of_the_ring() -> None:
+    def on_rank(group: LocalGroup) -> None:
+        opened: list[Any] = []
+
+        def open_recorded(group: Any, device: torch.device, control: Any, limits: Limits, **_: Any) -> Any:
+            opened.append((group, limits))
+            return open_transport(group, transport="local", device=device, control=control)
+
+        mesh, limits = group.mesh(2, 2), Limits(ctas=4)
+        with Ring(mesh.ring, transport=open_recorded, limits=limits) as ring:
+            attend(mesh, *qkv(group), ring=ring)
+        assert sorted(opened, key=lambda entry: entry[0] is mesh.ulysses) == [
+            (mesh.ring, limits),
+            (mesh.ulysses, limits),
+        ]
 
     run_ranks(4, on_rank)
 
