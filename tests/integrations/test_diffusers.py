@@ -220,7 +220,7 @@ def test_dispatched_attention_equals_one_process(ranks: list[dict[str, list[Any]
 REFUSED: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
     (True, {"attn_mask": torch.ones(2, 6).bool()}, NotImplementedError, "attn_mask is a Tensor.*window"),
     (True, {"attention_kwargs": {"sink": 1}}, TypeError, "unexpected keyword argument 'sink'"),
-    (True, {"key": torch.ones(2, 6, 2, 8)}, ValueError, "key has 2 heads, query has 4.*enable_gqa"),
+    (True, {"key": torch.ones(2, 6, 2, 8)}, ValueError, "key has 2 heads.*query has 4.*enable_gqa"),
     (False, {}, NotImplementedError, "convert_to_fp32 is False"),
 ]
 
