@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ringattn.bench.common import timing
+from ringattn.bench.common.memory_table import OURS
 from ringattn.bench.kernels import accuracy, contenders, speed
 from ringattn.bench.suite import call_cases, device_cases, gpu_cases
 from ringattn.bench.suite.suite_parts import FILE, OUT, PYTHON, RINGATTN, SuitePart, gpu_parts
@@ -38,6 +39,10 @@ SMALL: dict[Callable[..., Any], dict[str, Any]] = {
     },
 }  # fmt: skip
 COMMANDS: dict[str, tuple[str, ...]] = {
+    "backends": (
+        *RINGATTN, "bench", "kernels", "--seqlen", "64", "--heads", "2", "--head-dim", "16",
+        "--dtype", "fp32", "--seconds", "0.1", "--by", OURS, "--json", FILE,
+    ),
     "beside NCCL": (
         *RINGATTN, "bench", "links", "--device", "cpu", "--world", "2", "--transport", "process_group", "-b", "64K",
         "-e", "64K", "-n", "1", "--json", FILE,
