@@ -41,7 +41,7 @@ class RectangleAttention:
             ``lse [B, H, Sq]``, fp32, natural log. ``causal`` means a square in which row i sees the first i + 1 keys.
         backward: ``backward(dout, q, k, v, out, lse, *, causal, scale)`` returns dq, dk and dv in fp32 or q's dtype.
             Its ``out`` and ``lse`` cover all keys that a row sees; ``lse`` is inf for a row without keys. None: calls
-            that need gradients raise.
+            that need gradients raise. Both functions may return the same memory in every call.
         supports: devices, dtypes and head dims. Masks and gradients are added automatically.
         dlse_columns: number of columns by which q, k and v may grow, at least 2. 0: gradients through lse raise.
         blockwise: a module like ``ring/cpu/blockwise.py`` that computes irregular parts of a mask, other head dims of
@@ -170,7 +170,8 @@ class RunningState:
         it covers all rows, it becomes the state itself.
         """
         if self._state is None and part.shape[:2] == self._q.shape[:2]:
-            self._state = part.float(), part_lse.double()
+            # Copied, because merges write to it, and the kernel may reuse its memory.
+            self._state = part.to(torch.float32, copy=True), part_lse.double()
         else:
             out, lse = self.rows(region)
             if self._written[region.items, region.rows].any():
@@ -307,7 +308,10 @@ class RectangleBackward:
         """Compute the first half of the local shard. :meth:`dkdv` computes remote shards. ``final`` has no effect."""
         if local:
             first, _ = self._halves(k, v, bounds, scores)
-            self._local.append(self._part(k, v, bounds, first, scores))
+            part = self._part(k, v, bounds, first, scores)
+            if first.one_call:  # the kernel may reuse the memory of its results before dkdv
+                part = part._replace(dk=part.dk.clone(), dv=part.dv.clone())
+            self._local.append(part)
 
     def dkdv(
         self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -57,6 +58,36 @@ def test_sdpa_is_exact_over_gloo(as_object: bool) -> None:
 def over_gloo(whole: dict[str, Tensor], as_object: bool, rank: int) -> list[Any]:
     backend = sdpa() if as_object else "sdpa"
     return [x.tolist() for x in run_rank_of_ring(ZIGZAG, whole, dist.group.WORLD, rank, causal=True, backend=backend)]
+
+
+def reusing_memory(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return ``function`` with results in the same memory in every call, as a kernel with its own buffers has them."""
+    buffers: dict[Any, tuple[Tensor, ...]] = {}
+
+    def run(*given: Tensor, **how: Any) -> tuple[Tensor, ...]:
+        results = function(*given, **how)
+        kept = buffers.setdefault((threading.get_ident(), *(x.shape for x in results)), results)
+        return tuple(buffer.copy_(x) for buffer, x in zip(kept, results, strict=True))
+
+    return run
+
+
+def test_kernels_may_reuse_the_memory_of_their_results() -> None:
+    supports = Supports(devices=("cpu",))
+    kernel = RectangleAttention("buffers", reusing_memory(forward), reusing_memory(backward), supports=supports)
+    for causal in (True, False):
+        check_ring(ZIGZAG, inputs(96), causal=causal, backend=kernel)
+        check_ring(ZIGZAG, inputs(96, dtype=torch.float32), causal=causal, backend=kernel)
+
+
+def test_kernels_may_return_their_inputs() -> None:
+    q, k, v = torch.randn(3, 1, 8, 2, 8)
+    before = v.clone()
+    kernel = RectangleAttention(
+        "values", lambda q, k, v, **_: (v, torch.zeros(1, 2, 8)), supports=Supports(devices=("cpu",))
+    )
+    ring_attention(q, k, v, backend=kernel).zero_()
+    assert torch.equal(v, before)
 
 
 NARROW = {"itself": {"window_size": (0, 0)}}
