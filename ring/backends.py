@@ -114,7 +114,7 @@ def backward_result(
     """Join dQ of all groups to dQ of all heads; raise RuntimeError if a kernel returned another shape or dtype."""
     grads = [backend.result() for backend in backends]
     for heads, dq in zip(groups, grads, strict=True):
-        check_result(kernel.name, "dq", dq, q[:, :, heads.q].shape, q.dtype)
+        check_result(kernel.name, "dq", dq, q[:, :, heads.q].shape, q.device, q.dtype)
     return cat_heads(grads, 2).contiguous()
 
 

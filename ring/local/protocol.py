@@ -12,6 +12,7 @@ from torch import Tensor
 from ...kernels import Bounds, KernelConfig, Scores
 from ...kernels.checks import DTYPES, MAX_HEAD_DIM
 from ...kernels.launch import Pair
+from ...validators import short_repr
 
 FEATURES = {
     "bounds": "masks with an interval of keys per query row (causal, window_size, cu_seqlens, prefix_length)",
@@ -44,7 +45,14 @@ class Supports:
     """Keys of :data:`FEATURES`."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError if ``features`` has a name that is not in :data:`FEATURES`."""
+        """Raise ValueError if a field has another type, or ``features`` a name that is not in :data:`FEATURES`."""
+        for name, kind in (("devices", str), ("dtypes", torch.dtype), ("features", str)):
+            values = getattr(self, name)
+            if isinstance(values, str) or not isinstance(values, Iterable) or any(type(x) is not kind for x in values):
+                raise ValueError(f"{name} is {short_repr(values)}: it must be a tuple of {kind.__name__}")
+        for name, dims in {"head_dims": self.head_dims, "value_dims": self.value_dims or ()}.items():
+            if isinstance(dims, str) or not isinstance(dims, Container):
+                raise ValueError(f"{name} is {short_repr(dims)}: it must be a container of head dims")
         object.__setattr__(self, "features", frozenset(self.features))
         if unknown := sorted({*self.features} - FEATURES.keys()):
             raise ValueError(f"features has {', '.join(unknown)}: it may contain only {', '.join(FEATURES)}")

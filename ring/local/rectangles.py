@@ -52,6 +52,13 @@ class RectangleAttention:
         self, name: str, forward: Callable[..., Pair], backward: Callable[..., Tensors] | None = None, *,
         supports: Supports, dlse_columns: int = DLSE_COLUMNS, blockwise: Any = None,
     ) -> None:  # fmt: skip
+        for argument, function in (("forward", forward), ("backward", backward)):
+            if not callable(function) and (function is not None or argument == "forward"):
+                raise ValueError(f"{argument} is {short_repr(function)}: it must be a function")
+        if not isinstance(supports, Supports):
+            raise ValueError(f"supports is {short_repr(supports)}: it must be a ringattn.Supports")
+        if not isinstance(dlse_columns, int) or dlse_columns in (True, 1) or dlse_columns < 0:
+            raise ValueError(f"dlse_columns is {short_repr(dlse_columns)}: it must be 0 or an integer of at least 2")
         if blockwise is None and (wrong := sorted(SCORE_FEATURES & {*supports.features})):
             raise ValueError(
                 f"features has {', '.join(wrong)}, which rectangles do not support. Pass blockwise, or omit them."
@@ -107,17 +114,19 @@ class RectangleAttention:
             inputs, lse = tuple(x.flip(1) for x in inputs), lse.flip(2)  # type: ignore[assignment]
         grads = self._backward(*inputs, lse, causal=kind is not RegionKind.RECTANGLE, scale=scale)
         for name, x, like in zip(("dq", "dk", "dv"), _items(self.name, grads, 3), (q, k, v), strict=True):
-            check_result(self.name, name, x, like.shape, torch.float32, q.dtype)
+            check_result(self.name, name, x, like.shape, q.device, torch.float32, q.dtype)
         return tuple(x.flip(1) for x in grads) if flipped else grads
 
 
-def check_result(kernel: str, name: str, x: object, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """Raise RuntimeError if the result ``name`` of a kernel is not a tensor of ``shape`` and one of ``dtypes``."""
-    if not isinstance(x, Tensor) or x.shape != shape or x.dtype not in dtypes:
-        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else short_repr(x)
+def check_result(
+    kernel: str, name: str, x: object, shape: tuple[int, ...], device: torch.device, *dtypes: torch.dtype
+) -> None:
+    """Raise RuntimeError if the result ``name`` of a kernel has another type, shape, device or dtype."""
+    if not isinstance(x, Tensor) or x.shape != shape or x.dtype not in dtypes or x.device != device:
+        got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else short_repr(x)
         raise RuntimeError(
-            f"backend {kernel!r} returned {name} as {got}: it must be {' or '.join(map(str, dtypes))} of shape "
-            f"{list(shape)}"
+            f"backend {kernel!r} returned {name} as {got}: it must be {' or '.join(dict.fromkeys(map(str, dtypes)))} "
+            f"of shape {list(shape)} on {device}"
         )
 
 
@@ -133,8 +142,8 @@ def _items(kernel: str, results: Any, count: int) -> Any:
 def check_forward(kernel: str, results: Any, q: Tensor, value_dim: int) -> Pair:
     """Return ``out`` and ``lse``, or raise RuntimeError if they do not fit the queries."""
     out, lse = _items(kernel, results, 2)
-    check_result(kernel, "out", out, (*q.shape[:3], value_dim), q.dtype)
-    check_result(kernel, "lse", lse, (q.shape[0], q.shape[2], q.shape[1]), torch.float32)
+    check_result(kernel, "out", out, (*q.shape[:3], value_dim), q.device, q.dtype)
+    check_result(kernel, "lse", lse, (q.shape[0], q.shape[2], q.shape[1]), q.device, torch.float32)
     return out, lse
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ Factory = Callable[[], LocalAttention]
 _FACTORIES: dict[str, Factory] = {}
 _KERNELS: dict[str, LocalAttention] = {}
 _DEFAULTS: dict[str, str] = {}
+_CREATING = threading.RLock()  # virtual ranks are threads, and a factory runs once
 
 
 def register_backend(name: str, factory: Factory, *, default_for: str | None = None) -> None:
@@ -44,9 +46,17 @@ def register_backend(name: str, factory: Factory, *, default_for: str | None = N
 
 
 def other_backends(device: torch.device | None = None) -> list[str]:
-    """Return the registered names that no device has as default, and that support ``device``."""
+    """Return the registered names that no device has as default, and that may support ``device``."""
     names = [name for name in _FACTORIES if name not in _DEFAULTS.values()]
-    return [name for name in names if device is None or device.type in resolve_backend(name, device).supports.devices]
+    return [name for name in names if device is None or _may_support(name, device)]
+
+
+def _may_support(name: str, device: torch.device) -> bool:
+    """Return True if a kernel supports a device, or if its factory fails, which a call reports."""
+    try:
+        return device.type in resolve_backend(name, device).supports.devices
+    except ValueError:
+        return True
 
 
 def resolve_backend(backend: Any, device: torch.device) -> LocalAttention:
@@ -56,30 +66,35 @@ def resolve_backend(backend: Any, device: torch.device) -> LocalAttention:
         ValueError: the name is unknown, its factory fails, or the kernel is no LocalAttention.
     """
     if not isinstance(backend, str):
-        return _check_kernel("backend", backend)
+        return _check_kernel("backend", backend, "a name or ")
     name = _DEFAULTS.get(device.type) if backend == "auto" else backend
     if name not in _FACTORIES:
         raise ValueError(
             f"backend is {short_repr(backend)}: it must be one of auto, {', '.join(_FACTORIES)}, or a LocalAttention "
             "(under torch.compile only its registered name)"
         )
-    if name not in _KERNELS:
-        try:
-            kernel = _FACTORIES[name]()
-        except Exception as error:
-            raise ValueError(f"backend {name!r} cannot be used here: {type(error).__name__}: {error}") from error
-        _check_kernel(f"the result of factory for backend {name!r}", kernel)
-        if kernel.name != name:
-            raise ValueError(
-                f"the factory of backend {name!r} returned a kernel named {kernel.name!r}: the names must be equal"
-            )
-        _KERNELS.setdefault(name, kernel)
+    with _CREATING:
+        if name not in _KERNELS:
+            _KERNELS[name] = _create_kernel(name)
     return _KERNELS[name]
 
 
-def _check_kernel(what: str, kernel: Any) -> LocalAttention:
+def _create_kernel(name: str) -> LocalAttention:
+    try:
+        kernel = _FACTORIES[name]()
+    except Exception as error:
+        raise ValueError(f"backend {name!r} cannot be used here: {type(error).__name__}: {error}") from error
+    _check_kernel(f"the result of factory for backend {name!r}", kernel)
+    if kernel.name != name:
+        raise ValueError(
+            f"the factory of backend {name!r} returned a kernel named {kernel.name!r}: the names must be equal"
+        )
+    return kernel
+
+
+def _check_kernel(what: str, kernel: Any, others: str = "") -> LocalAttention:
     if isinstance(kernel, type) or not isinstance(kernel, LocalAttention):
-        takes = "a LocalAttention, an object with name, supports, forward and backward"
+        takes = f"{others}a LocalAttention, an object with name, supports, forward and backward"
         raise ValueError(f"{what} is {short_repr(kernel)}: it must be {takes}")
     if not isinstance(kernel.name, str) or not isinstance(kernel.supports, Supports):
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Layout, RectangleAttention, Ring, Supports, register_backend, ring_attention
+from ringattn import Layout, LocalWorld, RectangleAttention, Ring, Supports, register_backend, ring_attention
 from ringattn.comm import LocalGroup, LocalTransport
 from ringattn.kernels import KernelConfig
 from ringattn.ring.local import protocol, registry
@@ -169,8 +170,8 @@ FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
         (FULL_ONLY, {"block_mask": torch.ones(4, 4).tril().bool()}, "block-sparse"),
         (RectangleAttention("gpu", forward, supports=Supports(("cuda",))), {}, "q on cpu: it supports cuda"),
         ("unheard of", {}, "backend is 'unheard of': it must be one of auto, triton, flash, .*, aten, sdpa"),
-        (Dense, {}, "backend is .*: it must be a LocalAttention"),
-        (object(), {}, "backend is .*: it must be a LocalAttention"),
+        (Dense, {}, "backend is .*: it must be a name or a LocalAttention"),
+        (object(), {}, "backend is .*: it must be a name or a LocalAttention"),
     ],
 )  # fmt: skip
 def test_unsupported_features_are_refused_before_anything_is_sent(
@@ -223,6 +224,7 @@ def nothing(*_: Any, **__: Any) -> Any:
         (changed(lambda out, lse: (out, lse.double())), "returned lse as torch.float64"),
         (changed(lambda out, lse: (out, lse.log())), "returned NaN in lse"),
         (changed(lambda out, lse: (out, None)), "returned lse as None"),
+        (changed(lambda out, lse: (out.to("meta"), lse)), r"returned out as .* on meta: it must be .* on cpu"),
         (Wrong(lambda results: (results[0].half(), results[1])), "returned out as torch.float16"),
         (Wrong(lambda results: (results[0], results[1][:, :1]), ("state",)), "returned lse as torch.float32"),
         (Wrong(lambda results: (results[0], results[1] * torch.nan), ("state",)), "returned NaN in lse"),
@@ -274,7 +276,16 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
         Supports(features=("sofcap",))
     with pytest.raises(ValueError, match=r"^features has softcap, which rectangles do not support"):
         RectangleAttention("mine", forward, supports=Supports(features=("softcap",)))
+    fields: dict[str, Any] = {"devices": "cpu", "dtypes": torch.float32, "features": "state", "head_dims": 8}
+    for field, value in fields.items():
+        with pytest.raises(ValueError, match=f"^{field} is {value!r}: it must be a"):
+            Supports(**{field: value})
+    for argument, value in {"forward": None, "backward": 3, "supports": None, "dlse_columns": 1}.items():
+        with pytest.raises(ValueError, match=f"^{argument} is {value}: it must be"):
+            RectangleAttention(**{"name": "mine", "forward": forward, "supports": Supports()} | {argument: value})  # type: ignore[arg-type]
     q = torch.randn(1, 4, 1, 8)
+    with pytest.raises(ValueError, match=r"^backend is None: it must be a name or a LocalAttention"):
+        ring_attention(q, q, q, backend=None)  # type: ignore[arg-type]
     for name, factory, text in [
         ("missing", lambda: __import__("flash_attn_9"), "backend 'missing' cannot be used here: ModuleNotFoundError"),
         ("empty", lambda: None, "the result of factory for backend 'empty' is None: it must be a LocalAttention"),
@@ -283,6 +294,23 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
         register_backend(name, factory)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=text):
             ring_attention(q, q, q, backend=name)
+        assert name in registry.other_backends(q.device)  # one broken backend does not stop the measurement of others
+
+
+def test_a_factory_runs_once_for_all_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ("_FACTORIES", "_KERNELS"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    created = []
+
+    def create() -> RectangleAttention:
+        created.append(RectangleAttention("slow", forward, supports=Supports()))
+        time.sleep(0.1)
+        return created[-1]
+
+    register_backend("slow", create)
+    with LocalWorld(3, device="cpu") as world:
+        world.run(lambda _: registry.resolve_backend("slow", torch.device("cpu")))
+    assert len(created) == 1
 
 
 def test_ranks_with_different_kernels_are_refused() -> None:
