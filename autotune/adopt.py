@@ -6,6 +6,7 @@ verdicts are recorded for ``backend="auto"``; see :mod:`ringattn.ring.adopted`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ from ..ring.local.protocol import LocalAttention
 from ..ring.local.registry import check_supports, other_backends, resolve_backend
 from ..ring.ring import call_device
 from .pool import JobFailure, Pool
-from .store import write_private_json
+from .store import private_folder, write_private_json
 
 CHECKED_DTYPES, CHECKED_HEAD_DIMS = ("bf16", "fp16"), (64, 128)
 DEADLINE = 300.0
@@ -269,15 +270,28 @@ def adoption_jobs(device: torch.device) -> list[CheckJob]:
     ]
 
 
-def save_verdicts(gpu: GpuSpec, verdicts: Sequence[KernelVerdict], command: str) -> tuple[Path, AdoptionRecord]:
-    """Write the record of a GPU atomically into the user's table folder, and return its path and content.
+def writable_record_path(gpu: GpuSpec) -> Path:
+    """Return the path of a GPU's record, and create its folder.
 
     Raises:
-        ValueError: The folder cannot be used.
+        ValueError: The record cannot be written there.
     """
     path = record_path(gpu)
     if path is None:
         raise ValueError("this user has no home folder to keep the record in: set RINGATTN_CONFIG_DIR to a folder")
+    folder = private_folder(path.parent)
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path} cannot be written: it must be a file in a folder that this user may write to")
+    return path
+
+
+def save_verdicts(gpu: GpuSpec, verdicts: Sequence[KernelVerdict], command: str) -> tuple[Path, AdoptionRecord]:
+    """Write the record of a GPU atomically into the user's table folder, and return its path and content.
+
+    Raises:
+        ValueError: The record cannot be written.
+    """
+    path = writable_record_path(gpu)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     record = AdoptionRecord(SCHEMA, VERSION, current_setup(gpu), date, command, tuple(verdicts))
     data = record.to_json()
@@ -288,7 +302,7 @@ def save_verdicts(gpu: GpuSpec, verdicts: Sequence[KernelVerdict], command: str)
 
 
 def adopt(
-    device: torch.device | None = None, progress: Callable[[CheckJob], None] = lambda job: None
+    device: torch.device | str | None = None, progress: Callable[[CheckJob], None] = lambda job: None
 ) -> AdoptionRecord:
     """Check every candidate on a GPU and record the verdicts, so that ``backend="auto"`` uses what passed.
 
@@ -299,10 +313,11 @@ def adopt(
     Raises:
         ValueError: The device is no GPU, or the record cannot be written.
     """
-    device = device or call_device()
+    device = torch.device(device or call_device())
     gpu = gpu_specs(device)
     if gpu is None:
         raise ValueError(f"device is {device}: kernels can be adopted only on a CUDA GPU")
+    writable_record_path(gpu)  # before the checks, which take minutes
     _, record = save_verdicts(gpu, run_checks(adoption_jobs(device), progress=progress), typed_command())
     return record
 

@@ -416,6 +416,20 @@ def test_adoption_needs_a_gpu() -> None:
     assert result.exit_code == 2 and "--adopt needs a CUDA GPU" in result.stderr
     assert "--seqlen cannot be used with --adopt" in doctor("--adopt", "--seqlen", "128").stderr
     with pytest.raises(ValueError, match="device is cpu: kernels can be adopted only"):
+        adopt.adopt("cpu")
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_record_that_cannot_be_written_is_refused_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adopt, "gpu_specs", lambda device: GPU)
+    monkeypatch.setattr(adopt, "run_checks", lambda *_, **__: pytest.fail("kernels were checked"))
+    path = record_path(GPU)
+    assert path is not None
+    path.mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"^{path} cannot be written"):
+        adopt.adopt(CPU)
+    monkeypatch.setenv("RINGATTN_CONFIG_DIR", __file__)
+    with pytest.raises(ValueError, match="cannot be used as a folder"):
         adopt.adopt(CPU)
 
 
