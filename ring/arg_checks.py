@@ -13,12 +13,13 @@ from ..comm.registry import TRANSPORT
 from ..validators import instance_validator, integer_between, narrow, optional
 
 MAX_SLOTS = 1 << 16
+MAX_CHUNKS = 1 << 10  # each run of tokens has a plan of its own, which takes milliseconds to make
 RING_ARGS = {
     # The wire dtypes are checked by `wire.resolve_dtype`.
     "transport": TRANSPORT,
     "slots": integer_between(1, MAX_SLOTS),
     "prefetch": optional(integer_between(0, MAX_SLOTS)),
-    "chunks": optional(integer_between(1, MAX_SLOTS)),
+    "chunks": optional(integer_between(1, MAX_CHUNKS)),
     "direction": narrow(integer_between(-1, 1), "1 (to the next rank) or -1 (to the previous rank)", bool),
     "topology": optional(instance_validator("a comm.Topology", Topology)),
     "limits": optional(instance_validator("comm.Limits", Limits)),

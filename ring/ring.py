@@ -87,10 +87,10 @@ class Ring:
         slots: number of K/V receive slots, at least 2 if more than two ranks share a ring. Memory per rank does not
             depend on the number of ranks.
         prefetch: number of hops that K/V are posted ahead of the compute, 0 (blocking) to ``slots - 1``, the default.
-        chunks: number of chunks that a hop is cut into. Each is sent and computed separately, so that only one chunk's
-            transfer is exposed at either end. Chunks are groups of key heads. If there are fewer key heads than chunks,
-            the tokens of the shard are cut as well. None: 2 if the first call with gradients, for each dtype and head
-            dim, has a single-pass backward on any rank, and otherwise 1.
+        chunks: number of chunks that a hop is cut into, at most 1024. Each is sent and computed separately, so that
+            only one chunk's transfer is exposed at either end. Chunks are groups of key heads. If there are fewer key
+            heads than chunks, the tokens of the shard are cut as well. None: 2 if the first call with gradients, for
+            each dtype and head dim, has a single-pass backward on any rank, and otherwise 1.
         direction: 1 sends K/V to the next rank, -1 to the previous rank.
         topology: order of the ranks. Several nodes of equal size make a two-level ring. None discovers the topology if
             the group has GPUs, and otherwise uses a flat ring in rank order.

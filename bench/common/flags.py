@@ -38,6 +38,7 @@ WIRE_DTYPES = ("bfloat16", "float8_e4m3fn")
 GRAD_WIRE_DTYPES = ("float32", "bfloat16")
 MAX_HEAD_DIM = 512  # of the Triton kernels
 KV_SLOTS = 3  # default of Ring
+MAX_CHUNKS = 1024  # of Ring
 TIMERS = ("events", "graph", "clock")
 """Ways to time a run: CUDA events, events around the replay of a CUDA graph, or the host's clock.
 
@@ -178,7 +179,7 @@ DeviceDtype = Annotated[
     typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16; default: bf16, on the CPU fp32."),
 ]
 CHUNKS_HELP = "Parts of a hop that are sent and computed separately: groups of heads, then runs of tokens."
-Chunks = Annotated[int, typer.Option(min=1, help=CHUNKS_HELP)]
+Chunks = Annotated[int, typer.Option(min=1, max=MAX_CHUNKS, help=CHUNKS_HELP)]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the median is reported.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads per process; default: a share of the cores.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from ringattn.bench.common import attention, flags
 from ringattn.bench.common.flags import human_count, parse_size_text, size_text
 from ringattn.kernels import checks
+from ringattn.ring import arg_checks
 from ringattn.ring.schedule import schedule
 from ringattn.ring.wire import resolve_grad_wire, resolve_wire
 
@@ -76,6 +77,7 @@ def test_default_key_heads_and_timers() -> None:
 def test_constants_of_flags_match_the_code() -> None:
     # Flags repeat these constants, because their modules must not import torch.
     assert flags.MAX_HEAD_DIM == checks.MAX_HEAD_DIM and flags.KV_SLOTS == schedule.KV_SLOTS
+    assert flags.MAX_CHUNKS == arg_checks.MAX_CHUNKS
     assert {*attention.DTYPES.values()} == {*checks.DTYPES}
     assert {name: dtype.itemsize for name, dtype in attention.DTYPES.items()} == flags.DTYPE_BYTES
     float32 = attention.DTYPES["float32"]

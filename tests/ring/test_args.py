@@ -235,6 +235,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"transport": "mpi"}, "transport is 'mpi': it must be one of auto"),
     ("Ring", {"direction": 2}, "direction is 2: it must be 1"),
     ("Ring", {"slots": 1.5}, r"slots is 1.5: it must be"),
+    ("Ring", {"chunks": 1025}, r"chunks is 1025: it must be an integer from 1 to 1024"),
     ("Ring", {"prefetch": 3}, "prefetch is 3: with 3 slots it must be between 0 and 2"),
     ("Ring", {"deadline": True}, "deadline is True: it must be a positive number"),
     ("Ring", {"deadline": Fraction(1, 10**400)}, r"deadline is Fraction.*: it must be a positive number"),
