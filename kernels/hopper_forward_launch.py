@@ -9,7 +9,16 @@ from .bounds import Bounds
 from .config import Tile
 from .gpu import gpu_specs, shared_limit
 from .hopper.step_order import CONSUMER_ROWS, CONSUMERS
-from .launch import TensorCache, check_tma_alignment, grid_size, launch, launch_shape, mask_interval, strided_tensor
+from .launch import (
+    TensorCache,
+    check_tma_alignment,
+    device_text,
+    grid_size,
+    launch,
+    launch_shape,
+    mask_interval,
+    strided_tensor,
+)
 from .scores import Scores
 
 FORWARD_HEAD_DIMS = (64, 128, 256)
@@ -68,7 +77,7 @@ def check_hopper_inputs(
     ``error_prefix`` begins the second half of the message, and ``fallback`` names the kernel to use instead.
     """
     if not is_hopper_device(q.device):
-        raise ValueError(f"q is on {q.device}: {error_prefix} only GPUs of compute capability 9.0")
+        raise ValueError(f"q is on {device_text(q.device)}: {error_prefix} only GPUs of compute capability 9.0")
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"q is {q.dtype}: {error_prefix} only float16 and bfloat16")
     if q.shape[3] not in head_dims or v.shape[3] != q.shape[3]:

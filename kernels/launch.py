@@ -185,9 +185,8 @@ def check_descriptor_support(q: Tensor, v: Tensor) -> None:
     """Raise ValueError if the GPU or a head dim does not allow TMA descriptors of dK and dV."""
     gpu = gpu_specs(q.device)
     if gpu is None or not has_tma(gpu.arch):
-        arch = "" if gpu is None else f", {arch_name(gpu.arch)}"
         raise ValueError(
-            f"q is on {q.device}{arch}: {DESCRIPTOR_ERROR_PREFIX} only GPUs of compute capability 9.0 or higher"
+            f"q is on {device_text(q.device)}: {DESCRIPTOR_ERROR_PREFIX} only GPUs of compute capability 9.0 or higher"
         )
     for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):
         if not is_tma_head_dim(head_dim):
@@ -195,6 +194,12 @@ def check_descriptor_support(q: Tensor, v: Tensor) -> None:
                 f"{name} has head dim {head_dim}: {DESCRIPTOR_ERROR_PREFIX} only powers of two from "
                 f"{MIN_TILE_SIDE} to {MAX_PART_WIDTH}. Use dkdv_epilogue='pointers'."
             )
+
+
+def device_text(device: torch.device) -> str:
+    """Return a device and its architecture for error messages, such as ``cuda:0, sm_80``."""
+    gpu = gpu_specs(device)
+    return str(device) if gpu is None else f"{device}, {arch_name(gpu.arch)}"
 
 
 def check_tma_alignment(error_prefix: str, **tensors: Tensor | None) -> None:

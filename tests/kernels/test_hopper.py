@@ -332,9 +332,10 @@ def test_only_compute_capability_9_0_is_accepted(monkeypatch: pytest.MonkeyPatch
     for arch in (89, 90, 100):
         monkeypatch.setattr(hopper_forward_launch, "gpu_specs", lambda device, arch=arch: assumed_gpu(arch))
         assert hopper_forward_launch.is_hopper_device(torch.device("cuda")) == (arch == 90)
+    monkeypatch.setattr(hopper_forward_launch, "device_text", lambda device: f"{device}, sm_100")
     for call, kernel in ((forward, "forward_kernel"), (call_backward, "backward")):
         with pytest.raises(
-            ValueError, match=rf"q is on \S+: {kernel}='hopper' supports only GPUs of compute capability 9.0"
+            ValueError, match=rf"q is on \S+, sm_100: {kernel}='hopper' supports only GPUs of compute capability 9.0"
         ):
             call(SMALL)
 
