@@ -127,8 +127,10 @@ def row_delta(kernel: LocalAttention, dout: Tensor, out: Tensor, dlse: Tensor | 
     """Return ``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``, by the kernel's own ``delta`` if it has this method."""
     own = getattr(kernel, "delta", None)
     if own is not None:
-        delta: Tensor = own(dout, out, dlse)
-        return delta
+        given: Tensor = own(dout, out, dlse)
+        batch, rows, heads, _ = out.shape
+        check_result(kernel.name, "delta", given, (batch, heads, rows), out.device, torch.float32)
+        return given
     delta = row_dot(dout, out).transpose(1, 2)
     return delta if dlse is None else delta - dlse
 

@@ -24,7 +24,7 @@ from ringattn.ring.local import protocol, registry
 
 from ..support import own_kernels
 from ..support.mask_cases import check_case
-from ..support.own_kernels import Dense, backward, forward, sdpa
+from ..support.own_kernels import Dense, DenseShards, backward, forward, sdpa
 from ..support.rank_processes import group_results
 from ..support.ring_cases import check_results, check_ring, inputs, join_results, run_rank_of_ring, run_ranks
 from .test_ring_masks import MASKS, PATTERNS, case_of
@@ -212,6 +212,20 @@ class Wrong(Dense):
         return shards
 
 
+class WithoutAccum(Dense):
+    """Kernel that drops the dK/dV of other ranks."""
+
+    def backward(self, *given: Any, **options: Any) -> Any:
+        shards = super().backward(*given, **options)
+        shards.dkdv = lambda *kv, **how: DenseShards.dkdv(shards, *kv, **how | {"accum": None})  # type: ignore[method-assign]
+        return shards
+
+
+class WrongDelta(Dense):
+    def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+        return torch.zeros(1)
+
+
 def nothing(*_: Any, **__: Any) -> Any:
     return None
 
@@ -240,6 +254,12 @@ def nothing(*_: Any, **__: Any) -> Any:
 )  # fmt: skip
 def test_wrong_results_name_the_kernel_on_every_rank(kernel: Any, text: str) -> None:
     refusals(kernel, (RuntimeError, NotImplementedError), text, causal=True, shape=(1, 8, 2, 8))
+
+
+def test_kernels_that_lose_gradients_are_refused() -> None:
+    refusals(WithoutAccum(), RuntimeError, "DenseShards did not call accum", causal=True)
+    sink = torch.zeros(2, requires_grad=True)
+    refusals(WrongDelta(), RuntimeError, r"backend 'dense' returned delta as .*\[1\]", learnable_sink=sink)
 
 
 def test_a_wrong_kernel_on_one_rank_stops_every_rank() -> None:
