@@ -33,12 +33,12 @@ class Tile:
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
             size = getattr(self, name)
-            if size < MIN_TILE_SIDE or size & (size - 1):
-                raise ValueError(f"{name} is {size}: it must be a power of two of at least {MIN_TILE_SIDE}")
-        if self.num_warps not in (1, 2, 4, 8, 16):
-            raise ValueError(f"num_warps is {self.num_warps}: it must be 1, 2, 4, 8 or 16")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages is {self.num_stages}: it must be at least 1")
+            if not is_int_at_least(size, MIN_TILE_SIDE) or size & (size - 1):
+                raise ValueError(f"{name} is {size!r}: it must be a power of two of at least {MIN_TILE_SIDE}")
+        if not is_int_at_least(self.num_warps, 1) or self.num_warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"num_warps is {self.num_warps!r}: it must be 1, 2, 4, 8 or 16")
+        if not is_int_at_least(self.num_stages, 1):
+            raise ValueError(f"num_stages is {self.num_stages!r}: it must be at least 1")
 
 
 ORDERS = ("heads", "longest")
@@ -101,6 +101,9 @@ class KernelConfig:
         for name, words in FIELD_CHOICES.items():
             if (word := getattr(self, name)) not in words:
                 raise ValueError(f"{name} is {word!r}: it must be one of {', '.join(words)}")
+        for name in ("forward", "dq", "dkdv", "single_pass"):
+            if not isinstance(tile := getattr(self, name), Tile | None):
+                raise ValueError(f"{name} is {tile!r:.60}: it must be a Tile or None")
         for name in ("persistent", "pack_gqa"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be True or False")

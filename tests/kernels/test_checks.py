@@ -195,6 +195,7 @@ TILE = Tile(32, 32, 4, 1)
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"order": "longst"}, "order is 'longst': it must be one of heads, longest"),
     ({"pack_gqa": None}, "pack_gqa is None: it must be True or False"),
+    ({"dq": (64, 64, 4, 2)}, r"dq is \(64, 64, 4, 2\): it must be a Tile or None"),
     ({"sm_margin": 4}, "sm_margin is 4 and persistent is False: "),
     (
         {"forward_kernel": "hopper", "pack_gqa": True},
@@ -213,6 +214,9 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 TILES = [
     ((8, 64, 4, 1), "block_q is 8: it must be a power of two of at least 16"),
     ((64, 48, 4, 1), "block_k is 48: it must be a power of two"),
+    (("64", 64, 4, 1), "block_q is '64': it must be a power of two"),
+    ((64, 64, True, 1), "num_warps is True: it must be"),
+    ((64, 64, 4, 1.5), "num_stages is 1.5: it must be"),
     ((64, 64, 3, 1), "num_warps is 3: it must be 1, 2, 4, 8 or 16"),
     ((64, 64, 4, 0), "num_stages is 0: it must be at least 1"),
 ]
