@@ -61,7 +61,7 @@ def over_gloo(whole: dict[str, Tensor], as_object: bool, rank: int) -> list[Any]
     return [x.tolist() for x in run_rank_of_ring(ZIGZAG, whole, dist.group.WORLD, rank, causal=True, backend=backend)]
 
 
-def reusing_memory(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+def reusing_memory(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """Return ``function`` with results in the same memory in every call, as a kernel with its own buffers has them."""
     buffers: dict[Any, tuple[Tensor, ...]] = {}
 
@@ -305,7 +305,7 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
             RectangleAttention(**{"name": "mine", "forward": forward, "supports": Supports()} | {argument: value})  # type: ignore[arg-type]
     q = torch.randn(1, 4, 1, 8)
     with pytest.raises(ValueError, match=r"^backend is None: it must be a name or a LocalAttention"):
-        ring_attention(q, q, q, backend=None)  # type: ignore[arg-type]
+        ring_attention(q, q, q, backend=None)  # type: ignore[call-overload]
     for name, factory, text in [
         ("missing", lambda: __import__("flash_attn_9"), "backend 'missing' cannot be used here: ModuleNotFoundError"),
         ("empty", lambda: None, "the result of factory for backend 'empty' is None: it must be a LocalAttention"),
