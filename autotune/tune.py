@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -192,21 +192,15 @@ def measure_points(
     return results
 
 
-class DeviceBreakage(NamedTuple):
-    """Journal value of a tile that broke the device, with the device's error."""
-
-    wrong: str
-
-
 def check_on_device(trials: Any, point: TuningPoint, gpu: GpuSpec, journal: Journal, tile: Tile) -> str | None:
     """Return the problem of a tile or None. A tile that broke the device in an earlier run does not run again."""
     key = f"{gpu.name} {installed_driver()} | {point_text(point)} | {tile_text(tile)}"
-    if (broken := journal.get(key, DeviceBreakage)) is not None:
-        return broken.wrong
+    if (broken := journal.get(key, dict)) is not None:
+        return str(broken["wrong"])
     try:
         problem: str | None = trials.find_error(tile)
     except torch.AcceleratorError as error:  # the device is unusable now; the next run skips the tile
-        journal.put(key, DeviceBreakage(f"{type(error).__name__}: {error}".splitlines()[0][:300])._asdict())
+        journal.put(key, {"wrong": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
         raise
     return problem
 

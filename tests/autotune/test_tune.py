@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ringattn.autotune import cli_tune, ring_search, tune
+from ringattn.autotune import cli_tune, device_trials, ring_search, tune
 from ringattn.autotune import compile as compile_
 from ringattn.autotune.candidates import CompileResult, ranking_job
 from ringattn.autotune.compile import KernelVariant
@@ -324,13 +324,19 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders, monke
         measured(assumed_gpu(90, "NVIDIA H100 80GB HBM3"))
 
 
+@pytest.fixture
+def small_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check tiles with 70 tokens."""
+    monkeypatch.setattr(device_trials, "check_lengths", lambda point: (70, 23))
+
+
 @pytest.mark.parametrize(
     ("kernel", "mask"), [*zip(TUNED_KERNELS, ("full", "bounded", "full", "bounded", "full"), strict=True)]
 )
-def test_a_correct_tile_passes_and_is_timed(kernel: str, mask: str) -> None:
+def test_a_correct_tile_passes_and_is_timed(kernel: str, mask: str, small_check: None) -> None:
     # In fp16 the continued state has another dtype than the result.
     point = TuningPoint(kernel, "fp16", 16, 16, 2, mask, 40)
-    trials = DeviceTrials(point, replace(SHAPE, dtype="fp16"), CPU, check_tokens=70)
+    trials = DeviceTrials(point, replace(SHAPE, dtype="fp16"), CPU)
     tile = Tile(32, 16, 4, 1)
     assert trials.find_error(tile) is None
     reading = trials.run(tile)
@@ -353,11 +359,12 @@ def raise_out_of_resources(results: Any) -> Any:
     ("single_pass", "attention_gradients", add_error, r"error of dk is 0\.00\d*, but PyTorch's is "),
 ])  # fmt: skip
 def test_wrong_results_are_reported(
-    kernel: str, name: str, wrong: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kernel: str, name: str, wrong: Callable[[Any], Any], message: str, small_check: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     real = getattr(compile_, name)
     monkeypatch.setattr(compile_, name, lambda *args, **how: wrong(real(*args, **how)))
-    trials = DeviceTrials(TuningPoint(kernel, "fp32", 16, 16, 2, "full", 40), SHAPE, CPU, check_tokens=70)
+    trials = DeviceTrials(TuningPoint(kernel, "fp32", 16, 16, 2, "full", 40), SHAPE, CPU)
     assert re.match(message, str(trials.find_error(Tile(16, 16, 4, 1))))
 
 
