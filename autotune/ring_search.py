@@ -14,7 +14,7 @@ import torch
 
 from ..bench.common.attention import AttentionConfig
 from ..bench.common.errors import AttentionInputs, ErrorJudge, build_judge
-from ..bench.common.flags import resolve_threads, resolve_world
+from ..bench.common.flags import rank_threads, resolve_world
 from ..bench.common.launching import run_process_group
 from ..bench.common.memory import check_ranks_fit
 from ..bench.common.memory_table import tuned_bytes
@@ -62,7 +62,7 @@ def ring_problems(
     ranks = resolve_world(world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
     problem = AttentionConfig(
         ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG_DTYPE_NAMES[shape.dtype], causal, "zigzag",
-        resolve_threads(None, ranks), 0, device,
+        rank_threads(ranks), 0, device,
     )  # fmt: skip
     return [replace(problem, seqlen=tokens * ranks) for tokens in lengths]
 

@@ -15,13 +15,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...examples.model import BYTES
 from ...examples.train import Job, RankSetup, Run, Training, gather, train_on_mesh, train_virtual_ranks
-from ..common.attention import DTYPES
+from ..common.attention import DTYPES, sdpa_attention
 from ..common.errors import allowed_error
 from ..common.flags import human_count
 from ..common.launching import run_process_group
@@ -184,7 +183,7 @@ def train_exactly(job: Job, text: bytes, folder: str) -> TrainingRun:
 
 def prepare_whole(job: Job, text: bytes, device: torch.device) -> tuple[Training, dict[int, float]]:
     """Return an unsharded training, and a dict that it fills with the largest logit of every step."""
-    part = RankSetup(0, slice(None), torch.arange(job.seqlen), pytorch_attention, lambda x: x[None], name="whole")
+    part = RankSetup(0, slice(None), torch.arange(job.seqlen), sdpa_attention, lambda x: x[None], name="whole")
     training, logits = Training(replace(job, block=0), text, device, part), dict[int, float]()
 
     def keep_largest(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
@@ -192,12 +191,6 @@ def prepare_whole(job: Job, text: bytes, device: torch.device) -> tuple[Training
 
     training.model.head.register_forward_hook(keep_largest)
     return training, logits
-
-
-def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal ``scaled_dot_product_attention`` on ``[B, S, H, D]``."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def agreement_result(job: Job, runs: ComparedRuns) -> Result:

@@ -30,6 +30,8 @@ from ringattn.bench.common.process_group import PORTS, delay_secondary_errors
 from ringattn.bench.common.ranks import JOB, LAUNCHERS, LaunchedRank, launched_rank
 from ringattn.bench.common.timing import StepTimer
 
+from ..support.nightly import rest_nightly
+
 ROOT = Path(__file__).parents[2]
 GROUPS = 5
 CPU = torch.device("cpu")
@@ -57,10 +59,10 @@ def test_rank_is_read_from_launcher_variables(
 
 def test_ranks_of_a_machine_share_cores(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags, "cores", lambda: 16)
-    assert [flags.resolve_threads(given, 8) for given in (None, 3)] == [2, 3]
+    assert flags.rank_threads(8) == 2
     for name, value in zip(LAUNCHERS[0], ("5", "8", "1", "4"), strict=True):
         monkeypatch.setenv(name, value)
-    assert flags.resolve_threads(None, 8) == 4
+    assert flags.rank_threads(8) == 4
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,10 @@ def leave(how: str, folder: str) -> None:
     time.sleep(300)
 
 
-@pytest.mark.parametrize(("how", "message"), [("killed", "killed by SIGKILL"), ("exits", "exit code 7")])
+ENDS = [("killed", "killed by SIGKILL"), ("exits", "exit code 7")]
+
+
+@pytest.mark.parametrize(("how", "message"), rest_nightly(ENDS, ENDS[0]))
 def test_a_rank_that_exits_ends_the_others(how: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match=f"rank 1: {message}"):
         launch_processes(2, leave, how, str(tmp_path))
@@ -259,11 +264,6 @@ def launched(launcher: str, *arguments: str) -> str:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def test_only_rank_0_prints_under_mpirun() -> None:
-    small = ["-b", "1k", "-e", "1k", "-n", "1", "-w", "0", "--beside", "none"]
-    assert launched("mpirun", "bench", "links", *small).count("0<->1") == 1
 
 
 LAUNCHED = {
