@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from ringattn.bench.common.ranks import JOB, LAUNCHERS, LaunchedRank, launched_r
 from ringattn.bench.common.timing import StepTimer
 
 from ..support.nightly import rest_nightly
+from ..support.rank_ends import leave
 
 ROOT = Path(__file__).parents[2]
 GROUPS = 5
@@ -195,17 +195,6 @@ def test_the_failing_ranks_error_is_reported(capfd: pytest.CaptureFixture[str]) 
     assert printed.count("Traceback") == 1
 
 
-def leave(how: str, folder: str) -> None:
-    """End rank 1; rank 0 would run for minutes."""
-    assert launched_rank() is not None
-    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
-    if os.environ["RANK"] == "1":
-        while not Path(folder, "0").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else sys.exit(7)
-    time.sleep(300)
-
-
 ENDS = [("killed", "killed by SIGKILL"), ("exits", "exit code 7")]
 
 
@@ -216,14 +205,10 @@ def test_a_rank_that_exits_ends_the_others(how: str, message: str, tmp_path: Pat
     assert not any(Path("/proc", (tmp_path / rank).read_text()).exists() for rank in "01")
 
 
-def wait_for_ever(folder: str) -> None:
-    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
-    time.sleep(300)
-
-
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     code = (
-        f"from {__name__} import launch_processes, wait_for_ever; launch_processes(2, wait_for_ever, {str(tmp_path)!r})"
+        "from ringattn.bench.common.launching import launch_processes; from tests.support.rank_ends import leave; "
+        f"launch_processes(2, leave, '', {str(tmp_path)!r})"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while starter.poll() is None and not all((tmp_path / rank).exists() for rank in "01"):
