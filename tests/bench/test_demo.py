@@ -23,7 +23,6 @@ from ringattn.bench.common.memory_table import trained_bytes
 from ringattn.bench.common.result import Result, read_result
 from ringattn.bench.demo import command, compare
 from ringattn.bench.demo.compare import (
-    ComparedRuns,
     TrainingRecorder,
     TrainingRun,
     agreement_result,
@@ -205,4 +204,4 @@ def test_a_difference_in_a_late_step_fails() -> None:
 
     exact, whole, ring = run(1.0, 1.0), run(1.001, 1.001), run(1.001, 1.01)
     exact.run.losses.pop(1)
-    assert [line[:11] for line in agreement_result(TINY, ComparedRuns(ring, whole, exact)).failed] == ["w at step 3"]
+    assert [line[:11] for line in agreement_result(TINY, ring, whole, exact).failed] == ["w at step 3"]
