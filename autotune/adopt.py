@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..bench.common.attention import AttentionConfig
 from ..bench.common.cases import poison_allocations
@@ -112,19 +113,6 @@ The last one is repeated most.
 """
 
 
-class Times(NamedTuple):
-    """Seconds of a candidate and of the portable kernels, and by how much they vary together."""
-
-    seconds: float
-    portable: float
-    spread: float
-
-
-def sum_times(times: Sequence[Times]) -> Times:
-    """Return the sums of all fields."""
-    return Times(*map(sum, zip(*times, strict=True)))
-
-
 class CheckSizes(NamedTuple):
     """Tokens, heads and repetitions with which a candidate kernel is checked and timed before its adoption."""
 
@@ -145,15 +133,15 @@ class CheckJob(NamedTuple):
     device: torch.device
     sizes: CheckSizes = CheckSizes()
 
-    def verdict(
-        self, phase: str, reason: str = "", *, passed: bool = False, repeatable: bool = False,
-        times: Times | None = None,
-    ) -> KernelVerdict:  # fmt: skip
-        """Return the verdict of a phase. A kernel that passed and has no ``reason`` is adopted."""
+    def verdict(self, phase: str, reason: str = "", repeatable: bool = False, *times: float) -> KernelVerdict:
+        """Return the verdict of a phase. A kernel that passed has ``times``, and is adopted if there is no ``reason``.
+
+        ``times`` are as in :func:`time_passes`.
+        """
         seconds, portable, spread = times or (None, None, None)
         return KernelVerdict(
-            self.candidate.backend_name, dict(self.candidate.options), phase, self.dtype, self.head_dim, passed, reason,
-            repeatable, seconds, portable, spread, adopted=passed and not reason,
+            self.candidate.backend_name, dict(self.candidate.options), phase, self.dtype, self.head_dim, bool(times),
+            reason, repeatable, seconds, portable, spread, adopted=bool(times) and not reason,
         )  # fmt: skip
 
 
@@ -168,9 +156,9 @@ def check_candidate(job: CheckJob) -> list[KernelVerdict]:
         return [job.verdict(phase, problem) for phase in job.candidate.phases]
     by_pass, verdicts = time_passes(job), []
     for phase in job.candidate.phases:
-        times = sum_times([by_pass[name] for name in PASSES_TIMED[phase]])
+        times = torch.stack([by_pass[name] for name in PASSES_TIMED[phase]]).sum(0).tolist()
         reason = "" if is_faster(*times) else "it is not faster than the portable kernels"
-        verdicts.append(job.verdict(phase, reason, passed=True, repeatable=repeatable, times=times))
+        verdicts.append(job.verdict(phase, reason, repeatable, *times))
     return verdicts
 
 
@@ -183,7 +171,7 @@ def find_refusal(job: CheckJob) -> str:
         check_supports(kernel, q, q, needs, PLAIN, None, job.candidate.config)
         check_dlse_support(kernel, q, q, q)
     except Exception as refused:
-        return _first_line(refused)
+        return f"{type(refused).__name__}: {refused}".splitlines()[0][:300]
     return ""
 
 
@@ -214,21 +202,26 @@ def find_wrong_result(job: CheckJob) -> tuple[str, bool]:
     return "", repeatable
 
 
-def time_passes(job: CheckJob) -> dict[str, Times]:
-    """Time every pass beside that of the portable kernels, in turns, with a full and with a causal mask."""
+def time_passes(job: CheckJob) -> dict[str, Tensor]:
+    """Time every pass beside that of the portable kernels, in turns, with a full and with a causal mask.
+
+    Returns:
+        The seconds of the candidate and of the portable kernels by pass, and by how much they vary together.
+    """
     (heads, kv_heads), dtype = job.sizes.timed_heads, str(DTYPES[job.dtype]).removeprefix("torch.")
-    clock, totals = StepTimer(job.device), dict.fromkeys(contenders.PASSES, Times(0.0, 0.0, 0.0))
+    clock = StepTimer(job.device)
+    totals = {name: torch.zeros(3, dtype=torch.float64) for name in contenders.PASSES}
     for causal in (True, False):
         problem = AttentionConfig(
             job.sizes.timed_tokens, heads=heads, kv_heads=kv_heads, head_dim=job.head_dim, dtype=dtype, causal=causal
         )
-        given = ContenderInputs.draw_random(problem, job.device)
+        given = ContenderInputs(problem, *problem.random_shard(0, job.device))
         candidate = local_kernel_contender(job.candidate.backend, given, job.candidate.config).steps
         portable = local_kernel_contender(PORTABLE, given).steps
         for name, step in candidate.items():
             pair = time_in_turns({"own": step, "portable": portable[name]}, clock, repeats=job.sizes.samples)
             spread = sum(samples.median * samples.spread for samples in pair.values())
-            totals[name] = sum_times([totals[name], Times(pair["own"].median, pair["portable"].median, spread)])
+            totals[name] += torch.tensor([pair["own"].median, pair["portable"].median, spread], dtype=torch.float64)
     return totals
 
 
@@ -246,16 +239,14 @@ def run_checks(
     waiting = list(jobs)
     while waiting:
         with Pool(check_candidate, 1, seconds) as pool:
-            while waiting:
+            has_failed = False
+            while waiting and not has_failed:
                 pool.run([job := waiting.pop(0)], results.__setitem__)
                 result = results[job]
-                has_failed = isinstance(result, JobFailure)
-                verdicts += (
-                    [job.verdict(phase, result.reason) for phase in job.candidate.phases] if has_failed else result
-                )
+                if has_failed := isinstance(result, JobFailure):
+                    result = [job.verdict(phase, result.reason) for phase in job.candidate.phases]
+                verdicts += result
                 progress(job)
-                if has_failed:
-                    break
     return tuple(verdicts)
 
 
@@ -320,7 +311,3 @@ def adopt(
     writable_record_path(gpu)  # before the checks, which take minutes
     _, record = save_verdicts(gpu, run_checks(adoption_jobs(device), progress=progress), typed_command())
     return record
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

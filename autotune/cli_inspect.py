@@ -46,7 +46,7 @@ def inspect(
     from ..kernels.gpu import is_amd
     from .assemblers import newest_assembler
     from .compile import parse_variants
-    from .inspect import inspect_result, inspect_variants
+    from .inspect import inspect_variants
 
     try:
         variants = [variant for spec in specs or DEFAULT for variant in parse_variants(spec)]
@@ -54,5 +54,5 @@ def inspect(
         raise typer.BadParameter(str(error)) from None
     needs_assembler = gate and not all(is_amd(variant.arch) for variant in variants)  # Triton for AMD may lack ptxas
     with progress() as step:
-        rows = inspect_variants(variants, step, newest_assembler() if needs_assembler else None)
-    finish_command(inspect_result(rows, gate=gate), json, csv)
+        result = inspect_variants(variants, step, newest_assembler() if needs_assembler else None, gate=gate)
+    finish_command(result, json, csv)

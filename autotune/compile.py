@@ -238,40 +238,26 @@ class KernelVariant:
         raise ValueError(f"variant {self} needs {self.function}, but a launch with these options uses {names}")
 
 
-def kernel_config(kernel: str, tile: Tile, options: OptionItems = ()) -> KernelConfig:
-    """Return the config with which ``kernel`` uses ``tile``, with the tile's own options and then ``options``."""
-    fields: dict[str, Any] = tuned_options(tile) | dict(options)
-    if kernel in SINGLE_PASS_KERNELS:
-        fields = {"backward": kernel, "single_pass": tile} | fields
-    return KernelConfig(tile, tile, tile, **fields)
-
-
-TensorFactory = Callable[..., torch.Tensor]
-"""Factory of tensors, called with a name, a shape and a dtype."""
-
-
 def empty_tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return an empty contiguous tensor on the meta device; ``name`` has no effect."""
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def call_entry(variant: KernelVariant, make_tensor: TensorFactory = empty_tensor, bounds: Bounds | None = None) -> Any:
+def call_entry(
+    variant: KernelVariant, make_tensor: Callable[..., torch.Tensor] = empty_tensor, bounds: Bounds | None = None
+) -> Any:
     """Call the host entry of a variant with tensors of ``make_tensor``, and return its result.
 
-    ``bounds`` replaces the variant's own bounds.
+    ``make_tensor`` is called with a name, a shape and a dtype. ``bounds`` replaces the variant's own bounds.
     """
     batch, queries, keys, heads, kv_heads = variant.sizes or (GROUPED if variant.grouped else UNGROUPED)
     role, dtype, kernel = ROLES[variant.role], DTYPES[variant.dtype], variant.kernel
     dim, dim_v = variant.head_dim, variant.head_dim_v
     out_dtype = dtype if role.final else torch.float32
-    q, k = (
-        make_tensor("q", batch, queries, heads, dim, dtype=dtype),
-        make_tensor("k", batch, keys, kv_heads, dim, dtype=dtype),
-    )
-    v, dout = (
-        make_tensor("v", batch, keys, kv_heads, dim_v, dtype=dtype),
-        make_tensor("dout", *q.shape[:3], dim_v, dtype=dtype),
-    )
+    q = make_tensor("q", batch, queries, heads, dim, dtype=dtype)
+    k = make_tensor("k", batch, keys, kv_heads, dim, dtype=dtype)
+    v = make_tensor("v", batch, keys, kv_heads, dim_v, dtype=dtype)
+    dout = make_tensor("dout", *q.shape[:3], dim_v, dtype=dtype)
     lse = make_tensor("lse", batch, heads, queries)
     if kernel in FP8:
         codes = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=META)
@@ -279,9 +265,12 @@ def call_entry(variant: KernelVariant, make_tensor: TensorFactory = empty_tensor
         return quantize(q, codes, scale) if kernel == "quantize" else dequantize(codes, scale, q)
     if kernel == "delta":
         return attention_delta(dout, make_tensor("out", *dout.shape, dtype=dtype), make_tensor("dlse", *lse.shape))
-    options = variant.options or ((("dkdv_splits", 2),) if kernel == "reduce" else ())
+    tile, options = variant.tile, variant.options or ((("dkdv_splits", 2),) if kernel == "reduce" else ())
+    settings: dict[str, Any] = tuned_options(tile) | dict(options)
+    if kernel in SINGLE_PASS_KERNELS:
+        settings = {"backward": kernel, "single_pass": tile} | settings
     shared: dict[str, Any] = {
-        "config": kernel_config(kernel, variant.tile, options),
+        "config": KernelConfig(tile, tile, tile, **settings),
         "bounds": variant_bounds(variant, queries, keys, batch) if bounds is None else bounds,
         "scores": feature_scores(variant.features, queries, keys, heads),
     }

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,18 +52,16 @@ def check_lengths(point: TuningPoint) -> tuple[int, int]:
 class DeviceTrials:
     """Checks and timings of tiles at one point on one device.
 
-    The device is a GPU, or in tests the CPU with Triton's interpreter. ``check_tokens`` is the number of tokens of the
-    check; the default covers several tiles of any size.
+    The device is a GPU, or in tests the CPU with Triton's interpreter.
     """
 
-    def __init__(
-        self, point: TuningPoint, shape: ModelShape, device: torch.device, *, check_tokens: int | None = None
-    ) -> None:
+    def __init__(self, point: TuningPoint, shape: ModelShape, device: torch.device) -> None:
         self.point, self._shape, self._device = point, shape, device
-        self._checked = check_tokens or check_lengths(point)[0]
+        self._checked = check_lengths(point)[0]
         self._warm: set[Tile] = set()
         self._tensors: dict[str, Tensor] = {}
         self._copy: BackgroundCopy | None = None
+        self._clock, self._reader = StepTimer(device), nvml.GpuReader(device)
 
     def find_error(self, tile: Tile) -> str | None:
         """Return text on the first wrong result of a tile or on its exception, or None if the tile passes.
@@ -101,14 +98,6 @@ class DeviceTrials:
         """Return the seconds of ``step`` on fresh inputs."""
         self._refill_inputs()
         return self._clock(step)
-
-    @cached_property
-    def _clock(self) -> StepTimer:
-        return StepTimer(self._device)
-
-    @cached_property
-    def _reader(self) -> Callable[[], dict[str, Any]]:
-        return nvml.GpuReader(self._device)
 
     # timing: one middle hop of the point's length
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import triton
 
+from ..bench.common.progress import Progress
 from ..bench.common.result import Result, Row
 from ..kernels.gpu import arch_name, is_amd
 from .compile import KernelVariant
@@ -76,26 +77,22 @@ def inspect_variant(variant: KernelVariant, assembler: Path | None = None) -> di
 
 
 def inspect_variants(
-    variants: Sequence[KernelVariant], step: Callable[[str, int | None], None], assembler: Path | None = None
-) -> list[dict[str, Any]]:
-    """Return a row per variant, compiled one after another; ``step`` is a :data:`tune.Progress`.
+    variants: Sequence[KernelVariant], step: Progress, assembler: Path | None = None, *, gate: bool
+) -> Result:
+    """Compile the variants one after another, and return the result of ``inspect`` with a row per variant.
 
-    ``assembler`` is the second ptxas of :func:`gate.compile_variant`.
+    Variants that do not fit fail, and with ``gate`` all with problems. ``assembler`` is the second ptxas of
+    :func:`gate.compile_variant`.
     """
     step("compiling", len(variants))
-    rows = []
+    rows: list[Row] = []
     for variant in variants:
         rows.append(inspect_variant(variant, assembler))
         step("compiling", None)
-    return rows
-
-
-def inspect_result(rows: Sequence[Row], *, gate: bool) -> Result:
-    """Return the result of ``inspect``; variants that do not fit fail, and with ``gate`` all with problems."""
     problems = {row["variant"]: row["problems"] for row in rows if row["problems"]}
     unfit = {row["variant"] for row in rows if not row["blocks"]}
     failed = [f"{name}: {reason}" for name, reason in problems.items() if gate or name in unfit]
     notes = [f"{name}: {reason}" for name, reason in problems.items() if not gate and name not in unfit]
     if best := max((row for row in rows if row["bound"]), key=lambda row: row["bound"], default=None):
         notes.append(f"best: {best['variant']}: at most {best['bound']:.1f}% of peak, limited by {best['limiter']}")
-    return Result("inspect", UNITS, [*rows], failed, notes, {"triton": triton.__version__})
+    return Result("inspect", UNITS, rows, failed, notes, {"triton": triton.__version__})

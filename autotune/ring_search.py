@@ -14,7 +14,7 @@ import torch
 
 from ..bench.common.attention import AttentionConfig
 from ..bench.common.errors import AttentionInputs, ErrorJudge, build_judge
-from ..bench.common.flags import resolve_threads, resolve_world
+from ..bench.common.flags import rank_threads, resolve_world
 from ..bench.common.launching import run_process_group
 from ..bench.common.memory import check_ranks_fit
 from ..bench.common.memory_table import tuned_bytes
@@ -62,7 +62,7 @@ def ring_problems(
     ranks = resolve_world(world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
     problem = AttentionConfig(
         ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG_DTYPE_NAMES[shape.dtype], causal, "zigzag",
-        resolve_threads(None, ranks), 0, device,
+        rank_threads(ranks), 0, device,
     )  # fmt: skip
     return [replace(problem, seqlen=tokens * ranks) for tokens in lengths]
 
@@ -122,10 +122,8 @@ def search_ring(
         return replace(reading, throttled=tuple(dict.fromkeys(chain(*reasons))))
 
     with ExitStack() as stack:
-        small, shards = (
-            replace(problem, seqlen=RING_CHECK_TOKENS * problem.world),
-            problem.random_shard(place.rank, device),
-        )
+        small = replace(problem, seqlen=RING_CHECK_TOKENS * problem.world)
+        shards = problem.random_shard(place.rank, device)
         # the tolerance of the tests: twice the error of PyTorch's attention in the same dtype, plus rounding
         judge = build_judge(AttentionInputs(*small.tensors()), MaskOptions(causal=small.causal))
         candidates = candidate_settings(point, problem.device)
@@ -171,13 +169,9 @@ def ring_candidate(problem: AttentionConfig, ring: Ring, device: torch.device) -
 def ring_table_entry(point: RingPoint, search_result: SearchResult[RingSetting], transport: str) -> RingEntry:
     """Return the table entry of the best setting, with the transport that it used and medians in seconds."""
     assert search_result.best is not None
-    runs = samples(search_result.readings[search_result.best])
-    baseline = samples(search_result.readings.get(DEFAULT, search_result.readings[search_result.best])).median
-    about = {
-        **measurement_details(),
-        "driver": installed_driver(),
-        "clocks": median_clocks(search_result.readings[search_result.best]),
-    }
+    readings = search_result.readings[search_result.best]
+    runs, baseline = samples(readings), samples(search_result.readings.get(DEFAULT, readings)).median
+    about = {**measurement_details(), "driver": installed_driver(), "clocks": median_clocks(readings)}
     return RingEntry(point, replace(search_result.best, transport=transport), runs.median, runs.spread, baseline, about)
 
 

@@ -93,13 +93,13 @@ def median_clocks(readings: Sequence[TimedRun]) -> dict[str, float | str | None]
 class SearchResult(Generic[C]):
     """Result of a search."""
 
-    best: C | None
+    best: C | None = None
     """Fastest candidate; None if the budget ended before enough runs."""
-    readings: Mapping[C, Sequence[TimedRun]]
+    readings: Mapping[C, Sequence[TimedRun]] = field(default_factory=dict)
     """Runs of every candidate with at least one."""
-    errors: Mapping[C, str]
+    errors: Mapping[C, str] = field(default_factory=dict)
     """Candidates that failed the check, with the reason."""
-    is_complete: bool
+    is_complete: bool = True
     """Whether the search ended by itself, and not because its budget ended."""
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -79,7 +79,7 @@ class PointResult:
     point: TuningPoint
     default: Tile
     ranked: RankedCandidates = field(default_factory=RankedCandidates)
-    search_result: SearchResult[Tile] | None = None
+    search_result: SearchResult[Tile] = field(default_factory=SearchResult)
     uncompiled_jobs: int = 0  # binaries that are not compiled, because the budget ended
 
     @property
@@ -90,26 +90,19 @@ class PointResult:
     @property
     def tile(self) -> Tile | None:
         """Fastest tile, or the estimate if none was measured; None if no candidate passes."""
-        return (
-            self.search_result.best
-            if self.search_result is not None and self.search_result.best is not None
-            else self.estimate
-        )
+        return self.search_result.best or self.estimate
 
     @property
     def baseline_seconds(self) -> float | None:
         """Median of the built-in tile in the same search; None if its results are wrong or it was not timed."""
-        runs = None if self.search_result is None else self.search_result.readings.get(self.default)
+        runs = self.search_result.readings.get(self.default)
         return samples(runs).median if runs else None
 
     @property
     def best_runs(self) -> Sequence[TimedRun]:
         """Timed runs of the fastest tile; empty if nothing was measured."""
-        return (
-            ()
-            if self.search_result is None or self.search_result.best is None
-            else self.search_result.readings[self.search_result.best]
-        )
+        best = self.search_result.best
+        return () if best is None else self.search_result.readings[best]
 
     def as_row(self) -> dict[str, Any]:
         """Return the table row of this point, with the columns of :data:`UNITS`."""
@@ -119,8 +112,7 @@ class PointResult:
             "tile": "none" if tile is None else tile_text(tile), "default": tile_text(self.default),
             "bound": ranked.results[tile].bound if tile is not None and tile in ranked.results else None,
             "tried": len({*ranked.dropped, *ranked.results}), "failed": len(ranked.dropped),
-            "left": self.uncompiled_jobs,
-            "wrong": 0 if self.search_result is None else len(self.search_result.errors),
+            "left": self.uncompiled_jobs, "wrong": len(self.search_result.errors),
         }  # fmt: skip
         if runs:
             with_transfer = median_with_transfer(runs)
@@ -177,26 +169,18 @@ def _compiled(config: TuneConfig, point: TuningPoint, compiler: Compiler) -> Poi
 
 
 def measure_points(
-    config: TuneConfig,
-    compiled_points: Sequence[PointResult],
-    journal: Journal,
-    step: Progress,
-    *,
-    make_trials: Callable[[TuningPoint], Any] | None = None,
-    budget: Budget | None = None,
+    config: TuneConfig, compiled_points: Sequence[PointResult], journal: Journal, step: Progress
 ) -> list[PointResult]:
     """Search every point on the GPU, and save the result of each point at once.
 
-    ``make_trials`` builds the object that checks and runs tiles at a point, by default :class:`DeviceTrials`. The
-    journal records tiles that break the device.
+    The journal records tiles that break the device.
     """
-    device = config.device or torch.device("cpu")
-    make = make_trials or (lambda point: DeviceTrials(point, config.shape, device))
-    remaining = budget or Budget(config.budget)
+    assert config.device is not None
+    remaining = Budget(config.budget)
     step("measuring", sum(planned_runs(len({*result.ranked.tiles} - {result.default})) for result in compiled_points))
     results = []
     for number, result in enumerate(compiled_points):
-        trials = make(result.point)
+        trials = DeviceTrials(result.point, config.shape, config.device)
         searched = search(
             result.ranked.tiles, result.default, partial(check_on_device, trials, result.point, config.gpu, journal),
             trials.run,
@@ -204,46 +188,37 @@ def measure_points(
         )  # fmt: skip
         results.append(replace(result, search_result=searched))
         if searched.best is not None:
-            save(config.folder, config.gpu, [measured_entry(results[-1])])
+            save(config.folder, config.gpu, [table_entry(results[-1])])
     return results
-
-
-class DeviceBreakage(NamedTuple):
-    """Journal value of a tile that broke the device, with the device's error."""
-
-    wrong: str
 
 
 def check_on_device(trials: Any, point: TuningPoint, gpu: GpuSpec, journal: Journal, tile: Tile) -> str | None:
     """Return the problem of a tile or None. A tile that broke the device in an earlier run does not run again."""
     key = f"{gpu.name} {installed_driver()} | {point_text(point)} | {tile_text(tile)}"
-    if (broken := journal.get(key, DeviceBreakage)) is not None:
-        return broken.wrong
+    if (broken := journal.get(key, dict)) is not None:
+        return str(broken["wrong"])
     try:
         problem: str | None = trials.find_error(tile)
     except torch.AcceleratorError as error:  # the device is unusable now; the next run skips the tile
-        journal.put(key, DeviceBreakage(f"{type(error).__name__}: {error}".splitlines()[0][:300])._asdict())
+        journal.put(key, {"wrong": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
         raise
     return problem
 
 
-def estimated_entry(point_result: PointResult) -> TableEntry:
-    """Return a table entry from the bound alone; default configs ignore such entries."""
-    assert point_result.estimate is not None
-    result = point_result.ranked.results[point_result.estimate]
-    return TableEntry(
-        point_result.point, point_result.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by,
-        **measurement_details()
-    )  # fmt: skip
+def table_entry(point_result: PointResult) -> TableEntry:
+    """Return a table entry with the measurements of the fastest tile.
 
-
-def measured_entry(point_result: PointResult) -> TableEntry:
-    """Return a table entry with the measurements of the fastest tile."""
-    assert point_result.tile is not None
-    runs = point_result.best_runs
+    Without measurements the entry has the estimate and its bound; default configs ignore such entries.
+    """
+    point, tile, runs = point_result.point, point_result.tile, point_result.best_runs
+    assert tile is not None
+    if not runs:
+        result = point_result.ranked.results[tile]
+        return TableEntry(
+            point, tile, estimated=True, bound=result.bound, bound_by=result.bound_by, **measurement_details()
+        )
     return TableEntry(
-        point_result.point, point_result.tile, estimated=False, seconds=samples(runs).median,
-        spread=samples(runs).spread,
+        point, tile, estimated=False, seconds=samples(runs).median, spread=samples(runs).spread,
         beside=median_with_transfer(runs), baseline=point_result.baseline_seconds, clocks=median_clocks(runs),
         driver=installed_driver(),
         **measurement_details(),
@@ -280,7 +255,7 @@ def tune(config: TuneConfig, workers: int, step: Progress) -> Result:
         results = compile_points(config, journal, pool, step)
     usable = [result for result in results if result.ranked.tiles]
     # save estimates before measuring, which may be interrupted; they never replace measurements
-    estimates = [estimated_entry(result) for result in usable if result.estimate is not None]
+    estimates = [table_entry(result) for result in usable if result.estimate is not None]
     path = save(config.folder, config.gpu, estimates) if usable else None
     if config.device is not None and usable:
         unusable = [result for result in results if not result.ranked.tiles]
@@ -310,11 +285,9 @@ def tuning_notes(point_results: Sequence[PointResult], path: Path | None) -> lis
             f"--budget ran out: {len(left)} of {len(point_results)} points still have at least {sum(left)} binaries to "
             "compile; run the same command again to continue"
         )
-    if incomplete := [
-        result for result in point_results if result.search_result is not None and not result.search_result.is_complete
-    ]:
+    if incomplete := sum(not result.search_result.is_complete for result in point_results):
         notes.append(
-            f"--budget ran out: {len(incomplete)} of {len(point_results)} searches are incomplete; increase --budget"
+            f"--budget ran out: {incomplete} of {len(point_results)} searches are incomplete; increase --budget"
         )
     if path is not None:
         notes.append(f"written: {path}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.json_files import read_object
@@ -17,6 +18,7 @@ from ...ring import Intervals, Layout, Mask, prefix_tree, ring_attention, single
 from ...ring.prepare import Layouts, mask_from_options
 from ...ring.schedule import mask as patterns
 from ...ring.schedule.mask import NO_WINDOW, BlockMask, Longformer, PositionRange, read_ranges
+from .cases import UnavailableError
 from .flags import DTYPE_BYTES, PatternFlag, count_noun, size_text
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -159,8 +161,8 @@ def forward_backward(attend: Callable[..., Any], inputs: Sequence[Tensor], *grad
     return (*(x.detach() for x in results), *torch.autograd.grad(results, leaves, gradients))
 
 
-def backend_refusal(backend: str, problem: AttentionConfig, device: torch.device) -> str | None:
-    """Return why a backend does not compute a problem here, found by a small call on one rank, or None."""
+def check_backend(backend: str, problem: AttentionConfig, device: torch.device) -> None:
+    """Raise UnavailableError if a backend does not compute a problem here, found by a small call on one rank."""
     small = replace(problem, seqlen=PROBE_TOKENS, world=1, batch=1)
     *qkv, dout = small.random_shard(0, device)
     attend: Any = partial(ring_attention, group=single_rank(), causal=problem.causal, backend=backend)
@@ -169,8 +171,14 @@ def backend_refusal(backend: str, problem: AttentionConfig, device: torch.device
     except torch.AcceleratorError:
         raise  # the device is unusable
     except Exception as refused:
-        return str(refused)
-    return None
+        raise UnavailableError(str(refused)) from None
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
+    """Compute PyTorch's attention on ``[B, S, H, D]``."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
 
 
 def forward_flops(pairs: int, *, heads: int, head_dim: int, head_dim_v: int | None = None, batch: int = 1) -> int:

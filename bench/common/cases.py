@@ -14,8 +14,8 @@ from torch import Tensor
 from .result import Result, Row
 
 
-class CaseUnavailableError(Exception):
-    """Raised to skip a case on a machine that cannot run it; the message names what is missing."""
+class UnavailableError(Exception):
+    """Raised by a case, candidate or contender that cannot run here or compute this problem; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,10 @@ This module does not import torch, so that ``--help`` is fast.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from enum import StrEnum
-from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
@@ -181,7 +178,6 @@ DeviceDtype = Annotated[
 CHUNKS_HELP = "Parts of a hop that are sent and computed separately: groups of heads, then runs of tokens."
 Chunks = Annotated[int, typer.Option(min=1, max=MAX_CHUNKS, help=CHUNKS_HELP)]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the median is reported.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads per process; default: a share of the cores.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 LayoutFlag = Annotated[LayoutName, typer.Option(help="How tokens are split over the ranks.")]
 LayoutOrFile = Annotated[
@@ -262,26 +258,6 @@ MaskFile = Annotated[
 ]
 
 
-def expand_records(command: Callable[..., None]) -> Callable[..., None]:
-    """Return ``command`` for typer, with one flag for every field of its parameters that are dataclasses."""
-    expanded, records = list[inspect.Parameter](), dict[str, Any]()
-    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
-        if is_dataclass(parameter.annotation):
-            records[name] = parameter.annotation
-            expanded += inspect.signature(records[name], eval_str=True).parameters.values()
-        else:
-            expanded.append(parameter.replace(kind=parameter.POSITIONAL_OR_KEYWORD))
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        for name, record in records.items():
-            given[name] = record(**{field.name: given.pop(field.name) for field in fields(record)})
-        command(**given)
-
-    run.__signature__ = inspect.Signature(expanded)  # type: ignore[attr-defined]
-    return run
-
-
 def typed(context: typer.Context) -> dict[str, str]:
     """Return the flags that the command line has, by parameter name: ``{"kv_heads": "--kv-heads"}``."""
     sources = {name: context.get_parameter_source(name) for name in flag_spellings(context)}
@@ -295,14 +271,12 @@ def flag_spellings(context: typer.Context) -> dict[str, str]:
     return {option.name or "": max(option.opts, key=len) for option in options}
 
 
-def check_mode(
-    context: typer.Context, mode: str, mode_parameters: Collection[str], common_parameters: Collection[str] = ()
-) -> None:
+def check_mode(context: typer.Context, mode: str, mode_parameters: Collection[str]) -> None:
     """Raise typer.BadParameter if a flag was given that has no effect in ``mode``, such as ``on the CPU``.
 
-    ``mode_parameters`` and ``common_parameters`` name the parameters that have an effect.
+    ``mode_parameters`` names the parameters that have an effect.
     """
-    effective = {*mode_parameters, *common_parameters, "json", "csv"}
+    effective = {*mode_parameters, "json", "csv"}
     unused = [flag for name, flag in typed(context).items() if name not in effective]
     if unused:
         raise typer.BadParameter(f"{', '.join(unused)} cannot be used {mode}.")
@@ -384,9 +358,9 @@ def resolve_world(requested: int | None, default: int) -> int:
     return place.world
 
 
-def resolve_threads(requested: int | None, world: int) -> int:
-    """Return the CPU threads of each rank: ``requested``, or this machine's cores divided by its ranks."""
-    return requested or max(1, cores() // ranks_here(world))
+def rank_threads(world: int) -> int:
+    """Return the CPU threads of each rank: this machine's cores divided by its ranks."""
+    return max(1, cores() // ranks_here(world))
 
 
 def parse_device_kind(text: str) -> str:
@@ -416,11 +390,6 @@ def resolve_timer(kind: str, timer: str, supported: Sequence[str] = TIMERS) -> s
     if (timer or default) not in known:
         raise typer.BadParameter(f"--timer is {timer!r}: on {kind} it must be {' or '.join(known)}")
     return timer or default
-
-
-def resolve_ring_timer(device: str, timer: str) -> str:
-    """Return the timer for a whole ring on ``device`` (cpu or cuda), as :func:`resolve_timer` does."""
-    return resolve_timer(device, timer, RING_TIMERS)
 
 
 def human_count(count: float, unit: str = "") -> str:

@@ -142,8 +142,23 @@ def check_size_fits(
     ``option`` is the flag that sets ``size``, and ``unit`` what it counts, such as ``tokens``. ``needed_for`` returns
     the needs of this machine for a size. The named size is a multiple of ``step``.
     """
-    if refusal := size_refusal(size, needed_for, free_memory_here(device), unit=unit, step=step):
-        raise typer.BadParameter(f"{option}: {refusal}")
+    free = free_memory_here(device)
+
+    def excess(count: int) -> list[str]:
+        wanted, names = needed_for(count), ("memory", "GPU memory")
+        return [
+            f"{nbytes / GB:.1f} GB of {name} ({available / GB:.1f} GB are free)"
+            for name, nbytes, available in zip(names, wanted, free, strict=True)
+            if nbytes > MAX_MEMORY_SHARE * available
+        ]
+
+    reasons = excess(size)
+    if not reasons:
+        return
+    steps = range(1, -(-size // step))
+    largest = step * bisect_left(steps, True, key=lambda number: bool(excess(number * step)))
+    fits = f"{size_text(largest)} fits" if largest else f"Not even {size_text(step)} fits"
+    raise typer.BadParameter(f"{option}: {size:,} {unit} need {' and '.join(reasons)}. {fits}.")
 
 
 def check_ranks_fit(
@@ -166,25 +181,3 @@ def check_ranks_fit(
 
     unit = f"tokens {'on each of' if per_rank else 'over'} {config.world} ranks"
     check_size_fits(option, config.seqlen // tokens, needed, device, unit=unit)
-
-
-def size_refusal(
-    size: int, needed_for: Callable[[int], MemoryNeeds], free: MemoryNeeds, *, unit: str, step: int = SIZE_STEP
-) -> str | None:
-    """Return why a size does not fit and the largest multiple of ``step`` that does, or None if it fits."""
-
-    def excess(count: int) -> list[str]:
-        wanted, names = needed_for(count), ("memory", "GPU memory")
-        return [
-            f"{nbytes / GB:.1f} GB of {name} ({available / GB:.1f} GB are free)"
-            for name, nbytes, available in zip(names, wanted, free, strict=True)
-            if nbytes > MAX_MEMORY_SHARE * available
-        ]
-
-    reasons = excess(size)
-    if not reasons:
-        return None
-    steps = range(1, -(-size // step))
-    largest = step * bisect_left(steps, True, key=lambda number: bool(excess(number * step)))
-    fits = f"{size_text(largest)} fits" if largest else f"Not even {size_text(step)} fits"
-    return f"{size:,} {unit} need {' and '.join(reasons)}. {fits}."

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -77,32 +77,34 @@ class DeviceStopwatch:
         return seconds
 
 
-class TimingTeam:
-    """Processes that start every timed run together, of which the slowest counts. This class is one process."""
+class RankTeam:
+    """All ranks of the default process group, which start every timed run together and of which the slowest counts."""
 
     def wait_until_ready(self) -> None:
-        """Wait until every process of the team is ready to start."""
-
-    def slowest_seconds(self, seconds: float) -> float:
-        """Return the longest time of any process."""
-        return seconds
-
-
-class RankTeam(TimingTeam):
-    """All ranks of the default process group, which wait for each other over gloo."""
-
-    def wait_until_ready(self) -> None:
+        """Wait over gloo until every rank is ready to start."""
         self.slowest_seconds(0.0)
 
     def slowest_seconds(self, seconds: float) -> float:
+        """Return the longest time of any rank."""
         longest = torch.tensor([seconds], dtype=torch.float64)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return longest.item()
 
 
-def supported_timer(timer: str, supported: Sequence[str]) -> str:
-    """Return ``timer`` if it is empty or in ``supported``, else ``events``: a CUDA graph cannot capture all work."""
-    return timer if not timer or timer in supported else "events"
+def event_seconds(step: Step, prepare: Step = lambda: None) -> float:
+    """Return the device's seconds of ``step`` on the current stream, which is busy while the host posts.
+
+    ``prepare`` is enqueued before and not timed.
+    """
+    event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda._sleep(HOST_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+    prepare()
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 @dataclass
@@ -114,7 +116,7 @@ class StepTimer:
     """
 
     device: torch.device
-    team: TimingTeam = field(default_factory=TimingTeam)
+    team: RankTeam | None = None  # None: this process alone
     timer: str = ""  # empty: the device's default
     _flush: torch.Tensor | None = None
     _capturing: torch.cuda.Stream | None = None
@@ -123,9 +125,11 @@ class StepTimer:
         self.timer = resolve_timer(self.device.type, self.timer)
 
     def __call__(self, step: Step) -> float:
-        """Return the seconds of one run, on the slowest process of the team."""
-        self.team.wait_until_ready()
-        return self.team.slowest_seconds(self._by_host(step) if self.timer == "clock" else self._by_events(step))
+        """Return the seconds of one run, on the slowest rank of the team."""
+        if self.team is not None:
+            self.team.wait_until_ready()
+        seconds = self._by_host(step) if self.timer == "clock" else self._by_events(step)
+        return seconds if self.team is None else self.team.slowest_seconds(seconds)
 
     def capture_stream(self) -> AbstractContextManager[object]:
         """Return the context in which steps must be prepared: with the timer graph, the stream that graphs capture."""
@@ -160,16 +164,8 @@ class StepTimer:
         return time.perf_counter() - start
 
     def _by_events(self, step: Step) -> float:
-        event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-        start, end = event(enable_timing=True), event(enable_timing=True)
         torch.cuda.synchronize(self.device)
-        torch.cuda._sleep(HOST_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-        self._flush_cache()
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        return event_seconds(step, self._flush_cache)
 
     def _flush_cache(self) -> None:
         if self._flush is None:
@@ -183,19 +179,16 @@ def time_in_turns(
     *,
     repeats: int,
     warmup: int = 1,
-    limits: Mapping[str, int] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Samples]:
     """Time candidates in turns (a, b, c, a, b, c, …), ``repeats`` times each after ``warmup`` runs; return the samples.
 
     Each candidate enqueues its work on the current stream. Every process of the clock's team passes the same names.
-    ``limits`` has smaller numbers of repeats for slow candidates. ``progress`` is called after every run.
+    ``progress`` is called after every run.
     """
     seconds_by_name: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(-warmup, repeats):
         for name, step in candidates.items():
-            if number >= (limits or {}).get(name, repeats):
-                continue
             seconds = clock(step)
             if number >= 0:
                 seconds_by_name[name].append(seconds)

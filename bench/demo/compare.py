@@ -15,13 +15,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...examples.model import BYTES
 from ...examples.train import Job, RankSetup, Run, Training, gather, train_on_mesh, train_virtual_ranks
-from ..common.attention import DTYPES
+from ..common.attention import DTYPES, sdpa_attention
 from ..common.errors import allowed_error
 from ..common.flags import human_count
 from ..common.launching import run_process_group
@@ -48,15 +47,6 @@ class TrainingRun:
     peaks: list[int] = field(default_factory=list)  # bytes of every process, including weights
     device_text: str = ""  # description of the devices
     logits: dict[int, float] = field(default_factory=dict)  # largest magnitude by step
-
-
-@dataclass(frozen=True)
-class ComparedRuns:
-    """Three runs of one job: sharded, unsharded, and unsharded in float64."""
-
-    ring: TrainingRun
-    whole: TrainingRun
-    exact: TrainingRun
 
 
 @dataclass(frozen=True)
@@ -116,7 +106,7 @@ def compare_training(job: Job, text: bytes, world: int) -> Result | None:
         try:
             with use_threads(cores()):
                 whole, exact = train_whole(job, text, folder), train_exactly(job, text, folder)
-                return agreement_result(job, ComparedRuns(ring, whole, exact))
+                return agreement_result(job, ring, whole, exact)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"--seqlen is {job.seqlen}: the unsharded run does not fit on one GPU. Use a shorter sequence."
@@ -184,7 +174,7 @@ def train_exactly(job: Job, text: bytes, folder: str) -> TrainingRun:
 
 def prepare_whole(job: Job, text: bytes, device: torch.device) -> tuple[Training, dict[int, float]]:
     """Return an unsharded training, and a dict that it fills with the largest logit of every step."""
-    part = RankSetup(0, slice(None), torch.arange(job.seqlen), pytorch_attention, lambda x: x[None], name="whole")
+    part = RankSetup(0, slice(None), torch.arange(job.seqlen), sdpa_attention, lambda x: x[None], name="whole")
     training, logits = Training(replace(job, block=0), text, device, part), dict[int, float]()
 
     def keep_largest(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
@@ -194,20 +184,14 @@ def prepare_whole(job: Job, text: bytes, device: torch.device) -> tuple[Training
     return training, logits
 
 
-def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal ``scaled_dot_product_attention`` on ``[B, S, H, D]``."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-def agreement_result(job: Job, runs: ComparedRuns) -> Result:
+def agreement_result(job: Job, ring: TrainingRun, whole: TrainingRun, exact: TrainingRun) -> Result:
     """Build a row for every loss, and for every parameter's gradient of the compared steps.
 
     Errors are those of the largest element. The allowed error is twice PyTorch's own error against float64 in the same
     dtype, plus rounding: the dtype's ``eps`` times the largest element. Summing the same terms in another order gives
     errors of about the same size. The limit holds at every step because all runs start each step from the same weights.
     """
-    rows: list[Row] = [*loss_rows(job, runs), *gradient_rows(job, runs)]
+    rows: list[Row] = [*loss_rows(job, ring, whole, exact), *gradient_rows(job, ring, whole, exact)]
     disagreeing = [row for row in rows if not row["agrees"]]
     failed = [
         f"{row['name']} at step {row['step']}: error {row_error(row):.1e}, allowed {row['allowed']:.1e}"
@@ -216,8 +200,8 @@ def agreement_result(job: Job, runs: ComparedRuns) -> Result:
     notes = [
         f"{job.batch} x {job.seqlen:,} bytes of Python's help text per step; {job.layers} layers, {job.heads} heads "
         f"({job.kv_heads} key/value heads) of dim {job.head_dim}, {job.dtype}, {job.layout}",
-        speed_and_memory("sharded", job, runs.ring),
-        speed_and_memory("unsharded", job, runs.whole),
+        speed_and_memory("sharded", job, ring),
+        speed_and_memory("unsharded", job, whole),
         "allowed: twice PyTorch's own error against float64, plus rounding (eps times the largest element)",
     ]
     if failed:
@@ -247,29 +231,30 @@ def comparison_row(
     return row | {"agrees": row_error(row) <= allowed}
 
 
-def loss_rows(job: Job, runs: ComparedRuns) -> Iterator[dict[str, Any]]:
+def loss_rows(job: Job, ring: TrainingRun, whole: TrainingRun, exact: TrainingRun) -> Iterator[dict[str, Any]]:
     """Yield a row for every step's loss; its limit uses the largest PyTorch error of the steps with float64."""
-    ring, whole, exact = (trained.run.losses for trained in (runs.ring, runs.whole, runs.exact))
-    pytorch_errors = {step: abs(whole[step] - loss) for step, loss in exact.items()}
+    sharded, unsharded, float64 = (trained.run.losses for trained in (ring, whole, exact))
+    pytorch_errors = {step: abs(unsharded[step] - loss) for step, loss in float64.items()}
     largest, dtype = max(pytorch_errors.values()), DTYPES[job.dtype]
     for step in range(job.steps):
         # A token's loss is the difference of two numbers of this size: the log-sum-exp of its logits, and one logit.
-        magnitude = runs.whole.logits[step] + math.log(BYTES)
-        error = abs(ring[step] - exact[step]) if step in exact else None
+        magnitude = whole.logits[step] + math.log(BYTES)
+        error = abs(sharded[step] - float64[step]) if step in float64 else None
         allowed = allowed_error(largest, magnitude, dtype)
-        row = comparison_row(step, "loss", abs(ring[step] - whole[step]), error, pytorch_errors.get(step), allowed)
-        yield row | {"sharded": ring[step], "unsharded": whole[step]}
+        row = comparison_row(
+            step, "loss", abs(sharded[step] - unsharded[step]), error, pytorch_errors.get(step), allowed
+        )
+        yield row | {"sharded": sharded[step], "unsharded": unsharded[step]}
 
 
-def gradient_rows(job: Job, runs: ComparedRuns) -> Iterator[dict[str, Any]]:
+def gradient_rows(job: Job, ring: TrainingRun, whole: TrainingRun, exact: TrainingRun) -> Iterator[dict[str, Any]]:
     """Yield a row for every parameter at every compared step."""
     for step in compared_steps(job):
-        for name in runs.exact.gradients[step]:
-            trained = (runs.ring, runs.whole, runs.exact)
-            sharded, whole, exact = (run.gradients[step][name].double() for run in trained)
-            error, pytorch_error = ((x - exact).abs().max().item() for x in (sharded, whole))
-            allowed = allowed_error(pytorch_error, exact.abs().max().item(), DTYPES[job.dtype])
-            yield comparison_row(step, name, (sharded - whole).abs().max().item(), error, pytorch_error, allowed)
+        for name in exact.gradients[step]:
+            sharded, unsharded, float64 = (run.gradients[step][name].double() for run in (ring, whole, exact))
+            error, pytorch_error = ((x - float64).abs().max().item() for x in (sharded, unsharded))
+            allowed = allowed_error(pytorch_error, float64.abs().max().item(), DTYPES[job.dtype])
+            yield comparison_row(step, name, (sharded - unsharded).abs().max().item(), error, pytorch_error, allowed)
 
 
 def speed_and_memory(name: str, job: Job, trained: TrainingRun) -> str:

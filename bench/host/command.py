@@ -37,7 +37,7 @@ def host(
     On a GPU, exit with code 1 if posting takes longer than the hop computes.
     """
     device = flags.parse_device_kind(device)
-    timer = flags.resolve_ring_timer(device, timer)
+    timer = flags.resolve_timer(device, timer, flags.RING_TIMERS)
     kv_heads = flags.resolve_kv_heads(heads, kv_heads)
     if not is_printing_rank():
         return  # one rank measures

@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from ...autotune.compile import StandInDriver
 from ...comm.control import open_control
-from ...comm.transport import Edge, Transport
+from ...comm.transport import Edge
 from ...comm.transports import nccl
 from ...comm.transports.nccl import NcclTransport
 from ...comm.watchdog import watch
@@ -63,18 +63,16 @@ def loop_back(real: Plan) -> Plan:
 
 def rank_passes(problem: AttentionConfig, ring: Ring, device: torch.device) -> RankPasses:
     """Return rank 0's inputs and a ring's passes over them; on a GPU the rank sends to itself."""
-    return RankPasses(problem, ring, device, backend="triton", revise_plan=loop_back if device.type == "cuda" else None)
+    revise: Any = {"revise_plan": loop_back} if device.type == "cuda" else {}
+    return RankPasses(problem, ring, device, backend="triton", **revise)
 
 
 @contextmanager
 def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
     """Yield rank 0 of a ring of ``HOPS`` ranks; it works alone, and on a GPU sends to itself."""
 
-    def open_to_itself(*given: object, **named: Any) -> tuple[Transport, ...]:
-        transports: tuple[Transport, ...] = open_transports(
-            single_rank(), **named | {"control": open_control(single_rank())}
-        )
-        return transports
+    def open_to_itself(*given: object, **named: Any) -> Any:
+        return open_transports(single_rank(), **named | {"control": open_control(single_rank())})
 
     with ExitStack() as stack:
         open_transports = vars(ring_module)["open_transports"]

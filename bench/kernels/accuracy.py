@@ -15,7 +15,7 @@ from ...kernels.hopper_forward_launch import is_hopper_device
 from ...reference.masks import MaskOptions
 from ...ring import Layout, ring_attention
 from ..common.attention import DTYPES, Tensors, forward_backward
-from ..common.cases import CaseUnavailableError, MeasuredNumber, poison_allocations
+from ..common.cases import MeasuredNumber, UnavailableError, poison_allocations
 from ..common.errors import RESULTS_WITH_LSE, AttentionInputs, build_judge
 from .contenders import TritonVariant
 
@@ -46,10 +46,10 @@ def accuracy_case(
     ``backend`` is "aten", "triton", or one of :data:`BACKENDS`. ``heads`` are those of q and of k. Causal rings
     have ``causal_worlds`` ranks, full ones ``full_worlds``: three ranks cover the first, middle and last hop. Outputs
     lie in memory filled with NaN. A second run must give the same bits, except where programs accumulate in any order.
-    Hopper kernels raise ``CaseUnavailableError`` on other GPUs.
+    Hopper kernels raise ``UnavailableError`` on other GPUs.
     """
     if backend == HOPPER and not is_hopper_device(device):
-        raise CaseUnavailableError("the Hopper kernels need a GPU of compute capability 9.0")
+        raise UnavailableError("the Hopper kernels need a GPU of compute capability 9.0")
     for causal in (True, False):
         inputs = draw_inputs(device, DTYPES[dtype], (seqlen, *heads, head_dim, head_dim_v or head_dim))
         judge, config = build_judge(inputs, MaskOptions(causal=causal)), backend_config(backend, inputs.q)

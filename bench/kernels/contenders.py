@@ -35,7 +35,8 @@ from ...ring.local.protocol import LocalAttention, LocalForward
 from ...ring.local.registry import other_backends, resolve_backend
 from ...ring.loop import partial_sums
 from ...ring.schedule.plan import plan
-from ..common.attention import AttentionConfig, backend_refusal
+from ..common.attention import AttentionConfig, check_backend
+from ..common.cases import UnavailableError
 from ..common.memory import free_memory
 from ..common.timing import Step
 
@@ -47,10 +48,6 @@ DENSE_SHARE = 0.4  # share of free memory for a backend that keeps all scores
 SCORES_KEPT = 4  # score tensors alive at once in the math backend's backward
 
 
-class UnsupportedContenderError(Exception):
-    """Raised by a contender that cannot compute this problem on this device; the message says why."""
-
-
 @dataclass(frozen=True)
 class ContenderInputs:
     """The problem to compute, with q, k, v and dout, the same for every contender."""
@@ -60,11 +57,6 @@ class ContenderInputs:
     k: Tensor
     v: Tensor
     dout: Tensor
-
-    @classmethod
-    def draw_random(cls, config: AttentionConfig, device: torch.device) -> ContenderInputs:
-        """Draw random inputs."""
-        return cls(config, *config.random_shard(0, device))
 
     @property
     def device(self) -> torch.device:
@@ -156,7 +148,7 @@ def triton_contender(variant: TritonVariant, given: ContenderInputs) -> Prepared
         if variant.parts and not others:
             ready.steps |= _parts_of_backward(given, first, config)
     except (ValueError, NotImplementedError, TypeError) as refused:
-        raise UnsupportedContenderError(str(refused)) from None
+        raise UnavailableError(str(refused)) from None
     return ready
 
 
@@ -213,9 +205,7 @@ def local_kernel_contender(
 
 def backend_contender(backend: str, given: ContenderInputs) -> PreparedContender:
     """Prepare a registered backend of another project, as a ring calls it."""
-    refusal = backend_refusal(backend, given.config, given.device)
-    if refusal is not None:
-        raise UnsupportedContenderError(refusal)
+    check_backend(backend, given.config, given.device)
     return local_kernel_contender(backend, given)
 
 
@@ -242,20 +232,20 @@ def sdpa_contender(backend: SDPBackend, given: ContenderInputs) -> PreparedConte
 
 
 def _dense_mask(backend: SDPBackend, given: ContenderInputs) -> Tensor:
-    """Return the mask as a bool tensor; raise ``UnsupportedContenderError`` for backends that take none."""
+    """Return the mask as a bool tensor; raise ``UnavailableError`` for backends that take none."""
     if backend not in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
-        raise UnsupportedContenderError("it supports only full and causal masks")
+        raise UnavailableError("it supports only full and causal masks")
     _check_square(given, 1 + given.q.element_size(), "mask")
     positions = torch.arange(given.config.seqlen, device=given.device)
     return add_head_dim(reference.visible(positions, positions, **given.config.reference_masks(given.device)))
 
 
 def _check_square(given: ContenderInputs, nbytes: int, what: str) -> None:
-    """Raise ``UnsupportedContenderError`` if ``what``, of ``nbytes`` per (query, key) pair, needs too much memory."""
+    """Raise ``UnavailableError`` if ``what``, of ``nbytes`` per (query, key) pair, needs too much memory."""
     wanted = nbytes * given.config.batch * given.config.seqlen**2
     free = free_memory(given.device)
     if wanted > DENSE_SHARE * free:
-        raise UnsupportedContenderError(
+        raise UnavailableError(
             f"its {what} would take {wanted / 1e9:.1f} GB, more than {DENSE_SHARE:.0%} of the free {free / 1e9:.1f} GB"
         )
 
@@ -266,7 +256,7 @@ def flex_contender(given: ContenderInputs) -> PreparedContender:
 
     config, device = given.config, given.device
     if device.type != "cuda":
-        raise UnsupportedContenderError("its backward compiles only for a GPU")
+        raise UnavailableError("its backward compiles only for a GPU")
     options: dict[str, Any] = {"enable_gqa": config.heads != config.kv_heads}
     if config.causal or not config.is_plain:
         rows = None if config.mask.used is None else config.batch
@@ -295,7 +285,7 @@ def flex_mask_mod(config: AttentionConfig, device: torch.device) -> Callable[[Te
 
 
 def _autograd_contender(attend: Callable[..., Tensor], given: ContenderInputs) -> PreparedContender:
-    """Prepare ``attend(q, k, v)`` and its backward on ``[B, H, S, D]``; UnsupportedContenderError if it fails."""
+    """Prepare ``attend(q, k, v)`` and its backward on ``[B, H, S, D]``; UnavailableError if it fails."""
     *inputs, dout = (x.transpose(1, 2).contiguous() for x in (given.q, given.k, given.v, given.dout))
     leaves = [x.requires_grad_() for x in inputs]
     with warnings.catch_warnings(record=True) as caught:
@@ -307,7 +297,7 @@ def _autograd_contender(attend: Callable[..., Tensor], given: ContenderInputs) -
             raise  # the device is unusable
         except (RuntimeError, NotImplementedError) as refused:
             reasons = [str(warning.message).partition(" (Triggered")[0] for warning in caught] or [str(refused)]
-            raise UnsupportedContenderError(" ".join(" ".join(reasons).split())[:200]) from None
+            raise UnavailableError(" ".join(" ".join(reasons).split())[:200]) from None
 
     def forward() -> Tensor:
         with torch.no_grad():

@@ -18,11 +18,10 @@ from ...comm.cuda_threads import HIGH_PRIORITY, new_stream
 from ...kernels import Bounds, attention_forward
 from ...ring import Layout, Mask, bounds
 from ..common.attention import BACKWARD_FLOPS, DTYPES, AttentionConfig, forward_flops, mask_label
-from ..common.cases import MeasuredNumber
+from ..common.cases import MeasuredNumber, UnavailableError
 from ..common.errors import RESULTS, AttentionInputs, ErrorJudge, build_judge, judged_heads
-from ..common.flags import RING_TIMERS
 from ..common.result import Result, Row
-from ..common.timing import Samples, Step, StepTimer, repeats_within, supported_timer, time_in_turns
+from ..common.timing import Samples, Step, StepTimer, repeats_within, time_in_turns
 from .background_copy import COPY_BYTES, FREE_MULTIPROCESSORS, BackgroundCopy, copy_bytes_for
 from .contenders import (
     BACKWARD,
@@ -35,7 +34,6 @@ from .contenders import (
     ContenderInputs,
     PreparedContender,
     TritonVariant,
-    UnsupportedContenderError,
     list_contenders,
 )
 
@@ -74,7 +72,7 @@ def measure_kernels(
     steps, errors = dict[str, Step](), dict[str, dict[str, float]]()
     side = PRODUCT_SIDE[clock.device.type]
     with clock.capture_stream():
-        inputs = ContenderInputs.draw_random(config, clock.device)
+        inputs = ContenderInputs(config, *config.random_shard(0, clock.device))
         heads = judged_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen)
         judge = build_judge(
             AttentionInputs(inputs.q, inputs.k, inputs.v, inputs.dout), config.reference_masks(clock.device), heads
@@ -86,7 +84,7 @@ def measure_kernels(
                 ready = contender.make(inputs)
                 for what, step in ready.steps.items():
                     steps[f"{what}:{contender.name}"] = _prepare_or_skip_graph(clock, step)
-            except UnsupportedContenderError as reason:
+            except UnavailableError as reason:
                 result.rows.append({**labels, "by": contender.name, "pass": "", "note": str(reason)})
                 if contender.name == OURS:
                     result.failed.append(f"{OURS} is not available: {reason}")
@@ -122,13 +120,13 @@ def _errors(ready: PreparedContender, judge: ErrorJudge) -> Iterator[tuple[str, 
 
 
 def _prepare_or_skip_graph(clock: StepTimer, step: Step) -> Step:
-    """Return what ``clock.prepare_step`` returns; UnsupportedContenderError if the step cannot be captured."""
+    """Return what ``clock.prepare_step`` returns; UnavailableError if the step cannot be captured."""
     try:
         return clock.prepare_step(step)
     except torch.AcceleratorError:
         raise
     except RuntimeError as refused:
-        raise UnsupportedContenderError(f"CUDA graphs cannot capture it: {str(refused).splitlines()[0]}") from None
+        raise UnavailableError(f"CUDA graphs cannot capture it: {str(refused).splitlines()[0]}") from None
 
 
 def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -> dict[str, Any]:
@@ -224,17 +222,16 @@ class TargetSizes(NamedTuple):
 
 
 def measure_targets(
-    device: torch.device, *, seconds: float = 1.5, sizes: TargetSizes | None = None, timer: str = ""
+    device: torch.device, *, seconds: float = 1.5, sizes: TargetSizes | None = None
 ) -> Iterator[MeasuredNumber]:
-    """Yield the measured rates and the verdicts of ``TARGETS``; ``timer`` graph becomes events beside a transfer."""
-    sizes, clock = sizes or TargetSizes(), StepTimer(device, timer=timer)
-    beside = StepTimer(device, timer=supported_timer(timer, RING_TIMERS))
+    """Yield the measured rates and the verdicts of ``TARGETS``."""
+    sizes, clock = sizes or TargetSizes(), StepTimer(device)
     measurements: dict[str, Iterator[MeasuredNumber]] = {
         FULL128: _shape(clock, sizes, sizes.seqlen, sizes.wide, False, seconds),
         CAUSAL128: _shape(clock, sizes, sizes.seqlen, sizes.wide, True, seconds),
         FULL64: _shape(clock, sizes, sizes.seqlen, sizes.narrow, False, seconds),
         STATE128: _shape(clock, sizes, sizes.hop, sizes.wide, False, seconds),
-        BESIDE128: _beside_a_transfer(beside, sizes, seconds),
+        BESIDE128: _beside_a_transfer(clock, sizes, seconds),
     }
     for group, numbers in measurements.items():
         rates: dict[str, float] = {}  # TFLOP/s, by "<pass>:<who>"
@@ -252,15 +249,11 @@ def judge_target(speed_target: SpeedTarget, rates: Mapping[str, float]) -> Itera
 
     ``rates`` are TFLOP/s by ``pass:contender``.
     """
-    ours = {
-        best_name: rates[f"{speed_target.passes}:{best_name}"]
-        for best_name in speed_target.by
-        if f"{speed_target.passes}:{best_name}" in rates
-    }
-    best_name = max(ours, key=ours.__getitem__, default=speed_target.by[0])
+    ours = {name: rates.get(f"{speed_target.passes}:{name}", 0.0) for name in speed_target.by}
+    best_name = max(ours, key=ours.__getitem__)
     for kind, divisor, minimum in speed_target.bars:
         other = _reference_rate(divisor, speed_target.passes, best_name, rates)
-        reached = ours[best_name] / other if ours and other else None
+        reached = ours[best_name] / other if ours[best_name] and other else None
         verdict = "not measured" if reached is None else "reached" if reached >= minimum else "missed"
         labels = {"by": best_name, "over": divisor, "bar": kind, "at least": minimum, "verdict": verdict}
         yield MeasuredNumber(speed_target.what, reached, RATE if divisor == RATE else "times", labels)

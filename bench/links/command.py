@@ -117,7 +117,7 @@ def links_command(
     device, place = flags.parse_device_kind(device), launched_rank()
     if device == "cpu":
         flags.check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas"})
-    timer = flags.resolve_ring_timer(device, timer)
+    timer = flags.resolve_timer(device, timer, flags.RING_TIMERS)
     names = parse_transports(transport)
     if not {*names} & {*swept_transports()}:
         mode = f"unless --transport includes {' or '.join(swept_transports())}"
@@ -141,15 +141,11 @@ def links_command(
     check_message_fits(config, ranks if place is None else place.local_world, launched=place is not None)
     with Console(stderr=True).status("measuring"):
         result = measure_everywhere(ranks, config)
-    result.notes = [*setting_notes(timer), *result.notes, *fastest_link_note(result)]
+    # the environment variables that NCCL reads
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    result.notes = [f"timed by {timer}", *variables, *result.notes, *fastest_link_note(result)]
     result.provenance = provenance(torch.device(device))
     finish_command(result, json, csv)
-
-
-def setting_notes(timer: str) -> list[str]:
-    """Return notes with the timer and the environment variables that NCCL reads."""
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
-    return [f"timed by {timer}", *variables]
 
 
 def fastest_link_note(result: Result) -> list[str]:

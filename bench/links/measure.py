@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ..common.launching import run_process_group
 from ..common.memory import MemoryNeeds, check_size_fits, rank_needs
 from ..common.ranks import LaunchedRank, launched_rank
 from ..common.result import Result, Row
-from ..common.timing import HOST_AHEAD_CYCLES, Step
+from ..common.timing import Step, event_seconds
 from .names import FORWARD, IN_PROCESS, swept_transports
 
 PERIOD = 65537  # of the test pattern; a prime, so that no power-of-two block repeats
@@ -159,21 +159,14 @@ def transfer_seconds(enqueue: Callable[[], None], device: torch.device, timer: s
     """Return the seconds of the transfers that ``enqueue`` posts.
 
     With the timer clock, the host's time starts before the first post and ends when the device has finished. Otherwise
-    events on the current stream measure the device's time. The stream is kept busy while the host posts.
+    events on the current stream measure the device's time.
     """
     if timer == "clock":
         begun = time.perf_counter()
         enqueue()
         synchronize_compute(device)
         return time.perf_counter() - begun
-    event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-    start, end = event(enable_timing=True), event(enable_timing=True)
-    torch.cuda._sleep(HOST_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-    start.record()
-    enqueue()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    return event_seconds(enqueue)
 
 
 def transport_rows(transport: Transport, limits: Limits, config: LinksConfig, device: torch.device) -> list[Row]:
@@ -213,12 +206,8 @@ def _timed(
 # Transfers alongside compute.
 
 
-class ConcurrentRun(NamedTuple):
-    """Seconds until the last transfer ended, compute steps that ended before it, and the seconds of these steps."""
-
-    transfers: float
-    steps: int
-    compute: float
+ConcurrentRun = tuple[float, int, float]
+"""Seconds until the last transfer ended, compute steps that ended before it, and the seconds of these steps."""
 
 
 def compute_step(kind: str, device: torch.device) -> Step:
@@ -252,14 +241,14 @@ def compute_columns(transport: Transport, way: TransferPattern, config: LinksCon
     slowed = None
     if step is not None:
         run = _on_gpu if device.type == "cuda" else _on_host
-        both = run(ends, posts, step, device, math.ceil(RATIO * transfers / alone))
-        slowed = (both.compute / both.steps / alone, both.transfers / transfers) if both.steps else None
+        seconds, steps, computing = run(ends, posts, step, device, math.ceil(RATIO * transfers / alone))
+        slowed = (computing / steps / alone, seconds / transfers) if steps else None
     slowdowns: list[Any] = [ratios for ratios in transport.gather(slowed) if ratios is not None]
     columns = {"compute": config.beside, "compute alone": alone * 1e3}
     if not slowdowns:
-        return {**columns, "compute note": "not measured, because the transfers ended before one compute step"}
+        return columns | {"compute note": "not measured, because the transfers ended before one compute step"}
     compute, transfer = (max(ratios) for ratios in zip(*slowdowns, strict=True))
-    return {**columns, "compute slowed": compute, "transfer slowed": transfer}
+    return columns | {"compute slowed": compute, "transfer slowed": transfer}
 
 
 def _steps_alone(step: Step, device: torch.device) -> float:
@@ -285,7 +274,7 @@ def _on_host(ends: RankTransfers, posts: int, step: Step, _device: torch.device,
     ended = time.perf_counter()
     for fence in fences:
         fence.wait()
-    return ConcurrentRun(ended - begun, steps, ended - posted)
+    return ended - begun, steps, ended - posted
 
 
 def _on_gpu(ends: RankTransfers, posts: int, step: Step, device: torch.device, steps: int) -> ConcurrentRun:
@@ -311,11 +300,12 @@ def _on_gpu(ends: RankTransfers, posts: int, step: Step, device: torch.device, s
     inside = [milliseconds for milliseconds in times if milliseconds <= transfers]
     for fence in fences:
         fence.wait()
-    return ConcurrentRun(transfers / 1e3, len(inside), (inside[-1] if inside else 0.0) / 1e3)
+    return transfers / 1e3, len(inside), (inside[-1] if inside else 0.0) / 1e3
 
 
 def measure_group(group: Group, config: LinksConfig, device: torch.device) -> Result:
     """Measure every transport under every limit; return the same rows on every rank."""
+    torch.set_num_threads(1)
     result = Result("bench links", UNITS)
     for name in config.transports:
         for limits in transport_limits(name, config):
@@ -369,10 +359,9 @@ def measure_everywhere(world: int, config: LinksConfig) -> Result:
     if between:
         result = run_process_group(world, measure_links, replace(config, transports=between), device=config.device)
     if between != config.transports:
-        torch.set_num_threads(1)
+        in_process = replace(config, transports=(IN_PROCESS,))
         with LocalWorld(world, device=config.device) as ranks:
-            in_process = replace(config, transports=(IN_PROCESS,))
-            result.add(ranks.run(partial(_measure_virtual_rank, in_process, ranks.device))[0])
+            result.add(ranks.run(partial(measure_group, config=in_process, device=ranks.device))[0])
     for row in result.rows:
         if row["#wrong"]:
             lost = f"{row['#wrong']} bytes arrived wrong"
@@ -384,14 +373,8 @@ def measure_everywhere(world: int, config: LinksConfig) -> Result:
 
 def measure_links(place: LaunchedRank, device: torch.device, config: LinksConfig) -> Result:
     """Run one rank of the measurement between processes."""
-    torch.set_num_threads(1)
     assert dist.group.WORLD is not None
     return measure_group(dist.group.WORLD, config, device)
-
-
-def _measure_virtual_rank(config: LinksConfig, device: torch.device, group: LocalGroup) -> Result:
-    torch.set_num_threads(1)
-    return measure_group(group, config, device)
 
 
 def check_message_fits(config: LinksConfig, ranks_here: int, *, launched: bool) -> None:

@@ -13,14 +13,8 @@ import torch
 
 from ringattn import Layout, LocalWorld, ring_attention
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.kernels.contenders import (
-    BACKWARD,
-    FORWARD,
-    STATE,
-    ContenderInputs,
-    UnsupportedContenderError,
-    list_contenders,
-)
+from ringattn.bench.common.cases import UnavailableError
+from ringattn.bench.kernels.contenders import BACKWARD, FORWARD, STATE, ContenderInputs, list_contenders
 from ringattn.comm import GroupLike
 
 ON_GPU = torch.cuda.is_available()
@@ -43,8 +37,8 @@ def synchronize() -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_one_launch(benchmark: Any, name: str, step: str) -> None:
     try:
-        steps = OURS[name].make(ContenderInputs.draw_random(CONFIG, DEVICE)).steps
-    except UnsupportedContenderError as reason:
+        steps = OURS[name].make(ContenderInputs(CONFIG, *CONFIG.random_shard(0, DEVICE))).steps
+    except UnavailableError as reason:
         pytest.skip(str(reason))
     if step not in steps:
         pytest.skip(f"{name} changes nothing in the {step}")

@@ -59,31 +59,21 @@ def test_zigzag_layout_per_document(uncached: Callable[..., None]) -> None:
     uncached(work, MILLION, 1)
 
 
+@pytest.mark.parametrize("work", [bounds, visible_pairs])
 @pytest.mark.parametrize("name", MASKS)
-def test_bounds_of_one_hop(benchmark: Any, name: str) -> None:
+def test_mask_of_one_hop(benchmark: Any, name: str, work: Callable[..., object]) -> None:
     layout = Layout.zigzag(MILLION, WORLD)
-    benchmark(bounds, MASKS[name](MILLION), layout.positions(5), layout.positions(2))
+    benchmark(work, MASKS[name](MILLION), layout.positions(5), layout.positions(2))
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_visible_pairs(benchmark: Any, name: str) -> None:
-    layout = Layout.zigzag(MILLION, WORLD)
-    benchmark(visible_pairs, MASKS[name](MILLION), layout.positions(5), layout.positions(2))
+@pytest.mark.parametrize(("world", "nodes"), [(8, 1), (64, 1), (256, 1), (64, 8)])
+def test_schedule(uncached: Callable[..., None], world: int, nodes: int) -> None:
+    topology = Topology.grid(nodes, world // nodes)
 
-
-@pytest.mark.parametrize("world", [8, 64, 256])
-def test_schedule(uncached: Callable[..., None], world: int) -> None:
     def work(seqlen: int) -> object:
-        return schedule(Layout.zigzag(seqlen, world), CAUSAL).hops(world // 2)
+        return schedule(Layout.zigzag(seqlen, world), CAUSAL, topology=topology).hops(world // 2)
 
     uncached(work, 1024 * world, 2 * world)
-
-
-def test_two_level_schedule(uncached: Callable[..., None]) -> None:
-    def work(seqlen: int) -> object:
-        return schedule(Layout.zigzag(seqlen, 64), CAUSAL, topology=Topology.grid(8, 8)).hops(20)
-
-    uncached(work, 1 << 16, 128)
 
 
 @pytest.mark.parametrize("name", MASKS)

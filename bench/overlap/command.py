@@ -52,7 +52,6 @@ def overlap(
     device: flags.DeviceFlag = "",
     timer: flags.RingTimer = "",
     repeats: flags.Repeats = 5,
-    threads: flags.Threads = None,
     seed: flags.Seed = 0,
     json: flags.Json = None,
     csv: flags.Csv = None,
@@ -78,11 +77,11 @@ def overlap(
     transport = transport or ("auto" if on_gpu else "process_group")
     flags.check_transport_flag(transport, device, world)
     settings, reasons = ring_settings_grid(slots, prefetch, chunks, world)
-    timer = flags.resolve_ring_timer(device, timer)
+    timer = flags.resolve_timer(device, timer, flags.RING_TIMERS)
 
     problem = AttentionConfig(
         world * tokens, world, batch, heads, kv_heads, head_dim, dtype or ("bfloat16" if on_gpu else "float32"),
-        causal, layout.value, flags.resolve_threads(threads, world), seed, device, transport,
+        causal, layout.value, flags.rank_threads(world), seed, device, transport,
     )  # fmt: skip
     needed_for = partial(settings_bytes, slots=[slots for slots, _, _ in settings])
     check_ranks_fit("--tokens", problem, needed_for, per_rank=True)

@@ -85,15 +85,14 @@ class RankPasses:
         ring: Ring,
         device: torch.device,
         *,
-        backend: str = "",
-        revise_plan: Callable[[Plan], Plan] | None = None,
+        backend: str = "auto",
+        revise_plan: Callable[[Plan], Plan] = lambda own: own,
     ) -> None:
-        self._ring, self._backend = ring, resolve_backend(backend or "auto", device)
+        self._ring, self._backend = ring, resolve_backend(backend, device)
         self._chunks = ring.chunks or 1
         where = (ring.rank, ring.direction, device, ring.topology, ring.slots)
         runs = chunk_runs(self._chunks, problem.kv_heads)
-        own = plan(problem.token_layout, problem.mask, *where, runs=runs)
-        self._plan = own if revise_plan is None else revise_plan(own)
+        self._plan = revise_plan(plan(problem.token_layout, problem.mask, *where, runs=runs))
         self._scale = 1 / math.sqrt(problem.head_dim)
         self.nbytes = dict.fromkeys(PHASES, 0)
         """Bytes that each pass moves, filled in by a run of compute alone."""

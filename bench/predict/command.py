@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -65,107 +66,62 @@ def parse_axes(text: str) -> dict[str, list[int]]:
     return result
 
 
-@dataclass(frozen=True)
-class ShapeFlags:
-    """Size of the call, the GPUs that share it, and the passes to predict."""
-
+@app.command()
+def predict(
+    context: typer.Context,
     tokens: Annotated[
         Any, typer.Option(parser=flags.count, metavar="SIZE", help=f"Tokens per rank; default: {TOKENS}.")
-    ] = None
+    ] = None,
     seqlen: Annotated[
         Any, typer.Option(parser=flags.count, metavar="SIZE", help="Total tokens, instead of --tokens.")
-    ] = None
+    ] = None,
     world: Annotated[
         Any,
         typer.Option("--world", "--gpus", parser=flags.count, metavar="COUNT", help="Number of GPUs, one rank each."),
-    ] = str(WORLD)
-    nodes: Annotated[int, typer.Option(min=1, help="Number of machines; several make a two-level ring.")] = 1
-    nics: Annotated[int | None, typer.Option(min=1, help="NICs per node; default and maximum: one per GPU.")] = None
-    layout: flags.LayoutOrFile = flags.LayoutName.zigzag
+    ] = str(WORLD),
+    nodes: Annotated[int, typer.Option(min=1, help="Number of machines; several make a two-level ring.")] = 1,
+    nics: Annotated[int | None, typer.Option(min=1, help="NICs per node; default and maximum: one per GPU.")] = None,
+    layout: flags.LayoutOrFile = flags.LayoutName.zigzag,
     packed: Annotated[
         bool, typer.Option("--packed", help="Layout.packed: even work and few K/V to send; needs documents.")
-    ] = False
-    heads: flags.Heads = 32
-    kv_heads: flags.KvHeads = None
-    head_dim: flags.HeadDim = 128
-    batch: flags.Batch = 1
-    dtype: flags.Dtype = "bf16"
-    passes: Annotated[PassName, typer.Option("--pass", help="forward (inference) or both (training).")] = PassName.both
-
-
-@dataclass(frozen=True)
-class MaskFlags:
-    """Mask of the attention."""
-
-    causal: flags.Causal = True
-    window: flags.Window = None
-    cu_seqlens: flags.CuSeqlens = None
-    documents: flags.MeanDocumentLength = None
-    documents_seed: flags.DocumentsSeed = None
-    prefix_length: flags.PrefixLength = None
-    block_mask: flags.BlockMaskPattern = None
-    mask_file: flags.MaskFile = None
-
-
-@dataclass(frozen=True)
-class HardwareFlags:
-    """Speed of the kernels and of the links."""
-
+    ] = False,
+    heads: flags.Heads = 32,
+    kv_heads: flags.KvHeads = None,
+    head_dim: flags.HeadDim = 128,
+    batch: flags.Batch = 1,
+    dtype: flags.Dtype = "bf16",
+    passes: Annotated[PassName, typer.Option("--pass", help="forward (inference) or both (training).")] = PassName.both,
+    causal: flags.Causal = True,
+    window: flags.Window = None,
+    cu_seqlens: flags.CuSeqlens = None,
+    documents: flags.MeanDocumentLength = None,
+    documents_seed: flags.DocumentsSeed = None,
+    prefix_length: flags.PrefixLength = None,
+    block_mask: flags.BlockMaskPattern = None,
+    mask_file: flags.MaskFile = None,
     kernels: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measured kernel speeds: JSON from bench kernels or a suite.")
-    ] = None
+    ] = None,
     gpu: Annotated[
         str | None, typer.Option(help=f"GPU model: {', '.join(GPUS)}; default: that of --kernels, else h100.")
-    ] = None
+    ] = None,
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s of the forward kernel at 16k tokens, causal or full like this call.")
-    ] = None
+    ] = None,
     backward_tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s of both backward kernels, counted as 2.5 forwards.")
-    ] = None
+    ] = None,
     link: Annotated[
         str | None,
         typer.Option(help=f"{', '.join(PRESETS)}; GB/s,10us; or JSON from bench links. Default: that of the GPU."),
-    ] = None
-    link_between: Annotated[str | None, typer.Option(help="Link of a NIC, given as for --link; default: ib400.")] = None
-
-
-@dataclass(frozen=True)
-class RingFlags:
-    """Arguments of ``Ring``."""
-
-    chunks: flags.Chunks = 1
-    slots: Annotated[int, typer.Option(min=1, help="Receive buffers for K/V.")] = 3
-    wire_dtype: flags.WireDtype = None
-    grad_wire_dtype: flags.GradWireDtype = None
-
-
-@dataclass(frozen=True)
-class OutputFlags:
-    """Files to write, and a map instead of one call."""
-
-    sweep: Annotated[
-        Any,
-        typer.Option(
-            parser=parse_axes,
-            metavar="tokens=1k..128k,gpus=2..16k",
-            help="Predict a map over tokens per GPU and number of GPUs instead.",
-        ),
-    ] = None
-    picture: Annotated[Path, typer.Option(metavar="FILE", help="File for the map, PNG or SVG.")] = PICTURE
-    trace: flags.Trace = None
-    json: flags.Json = None
-    csv: flags.Csv = None
-
-
-@app.command()
-@flags.expand_records
-def predict(
-    context: typer.Context,
-    shape: ShapeFlags,
-    mask: MaskFlags,
-    hardware: HardwareFlags,
-    ring: RingFlags,
+    ] = None,
+    link_between: Annotated[
+        str | None, typer.Option(help="Link of a NIC, given as for --link; default: ib400.")
+    ] = None,
+    chunks: flags.Chunks = 1,
+    slots: Annotated[int, typer.Option(min=1, help="Receive buffers for K/V.")] = 3,
+    wire_dtype: flags.WireDtype = None,
+    grad_wire_dtype: flags.GradWireDtype = None,
     slow: Annotated[
         list[Any] | None,
         typer.Option(
@@ -176,11 +132,21 @@ def predict(
         float, typer.Option(help=f"Random spread of launch times: 0.05 is 5%; {DRAWS} draws; up to {MOST_RANKS} GPUs.")
     ] = 0.0,
     memory_gb: Annotated[float | None, typer.Option("--memory", help="Memory of a GPU in GB.")] = None,
-    *,
-    output: OutputFlags,
+    sweep: Annotated[
+        Any,
+        typer.Option(
+            parser=parse_axes,
+            metavar="tokens=1k..128k,gpus=2..16k",
+            help="Predict a map over tokens per GPU and number of GPUs instead.",
+        ),
+    ] = None,
+    picture: Annotated[Path, typer.Option(metavar="FILE", help="File for the map, PNG or SVG.")] = PICTURE,
+    trace: flags.Trace = None,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """Predict time, exposed communication and memory of a ring of any size by simulating its real loops."""
-    picture, sweep = output.picture, output.sweep
+    given = SimpleNamespace(**locals())
     check_writable(picture)
     flags.check_needs(context, {"picture": "sweep", "documents_seed": "documents", "backward_tflops": "tflops"})
     flags.check_exclusive(context, "tokens", "seqlen")
@@ -194,87 +160,89 @@ def predict(
     try:
         if picture.suffix not in (".png", ".svg"):
             raise ValueError(f"--picture is {str(picture)!r}: it must end in .png or .svg")
-        shape = _read_layout(context, shape)
-        max_gpus = max(sweep["gpus"]) if sweep else shape.world
+        _read_layout(given)
+        max_gpus = max(sweep["gpus"]) if sweep else given.world
         if max_gpus > MOST_GPUS:
             flag = "gpus in --sweep" if sweep else "--world"
             raise ValueError(f"{flag} is {max_gpus:,}: it must be at most {MOST_GPUS:,}")
         check_above_zero("GB", memory=memory_gb)
-        call = _build_call(shape, mask, ring)
-        speed, links, measured = _resolve_hardware(call, hardware, shape.nics, max_gpus, is_map=bool(sweep))
-        phases = PASSES[:1] if shape.passes is PassName.forward else PASSES
+        call = _build_call(given)
+        speed, links, measured = _resolve_hardware(call, given, max_gpus, is_map=bool(sweep))
+        phases = PASSES[:1] if passes is PassName.forward else PASSES
         inputs = PredictionInputs(speed, links, Perturbation(dict(slow or []), jitter), phases, measured)
         capacity = speed.capacity if memory_gb is None else memory_gb * 1e9
         if sweep:
             result, summary = _map(call, inputs, sweep, capacity, picture)
         else:
-            result, summary = _one_call(call, inputs, capacity, output.trace)
+            result, summary = _one_call(call, inputs, capacity, trace)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if is_printing_rank() and "-" not in (output.json, output.csv):
+    if is_printing_rank() and "-" not in (json, csv):
         typer.echo("\n".join([summary, *_heading(call, inputs, is_map=bool(sweep)), ""]))
-    finish_command(result, output.json, output.csv)
+    finish_command(result, json, csv)
 
 
-def _read_layout(context: typer.Context, shape: ShapeFlags) -> ShapeFlags:
-    """Return the flags with ``layout`` as a name or a ``Layout``; a file also sets ``world`` and ``seqlen``."""
-    if isinstance(shape.layout, flags.LayoutName):
-        return replace(shape, layout=shape.layout.value)
-    layout = flags.read_layout(context, shape.layout, *WHOLE_RING)
+def _read_layout(given: Any) -> None:
+    """Turn the flag ``layout`` into a name or a ``Layout``; a file also sets ``world`` and ``seqlen``."""
+    if isinstance(given.layout, flags.LayoutName):
+        given.layout = given.layout.value
+        return
+    layout = flags.read_layout(given.context, given.layout, *WHOLE_RING)
     shortest, longest = min(layout.lengths), max(layout.lengths)
     if shortest < longest:
         raise ValueError(
-            f"--layout is {shape.layout}: its shards have {shortest:,} to {longest:,} tokens, but must be equal"
+            f"--layout is {given.layout}: its shards have {shortest:,} to {longest:,} tokens, but must be equal"
         )
-    return replace(shape, layout=layout, world=layout.world, seqlen=layout.seqlen)
+    given.layout, given.world, given.seqlen = layout, layout.world, layout.seqlen
 
 
-def _build_call(shape: ShapeFlags, mask: MaskFlags, ring: RingFlags) -> PredictedCall:
+def _build_call(given: Any) -> PredictedCall:
     """Return the call that these flags describe; raise ValueError if they do not fit each other."""
     from ...comm.topology.topology import Topology
     from ...ring import Layout, Mask
     from ..common.attention import AttentionConfig, document_boundaries, read_mask
     from .predicted_call import PredictedCall
 
-    world, seqlen = shape.world, shape.seqlen
+    world, seqlen = given.world, given.seqlen
     if seqlen is not None and seqlen % world:
         fits = max(seqlen // world, 1) * world
         raise ValueError(f"--seqlen is {seqlen:,}: it must be a multiple of --world, {world:,}, such as {fits:,}")
-    tokens = shape.tokens or (seqlen or TOKENS * world) // world
-    boundaries = document_boundaries(tokens * world, mask.cu_seqlens, mask.documents, mask.documents_seed)
+    tokens = given.tokens or (seqlen or TOKENS * world) // world
+    boundaries = document_boundaries(tokens * world, given.cu_seqlens, given.documents, given.documents_seed)
     config = AttentionConfig(
-        tokens * world, batch=shape.batch, causal=mask.causal, window=mask.window or (-1, -1),
-        prefix_length=mask.prefix_length, cu_seqlens=None if boundaries is None else tuple(boundaries),
-        block_mask=mask.block_mask, layout="contiguous", **read_mask(mask.mask_file, tokens * world),
+        tokens * world, batch=given.batch, causal=given.causal, window=given.window or (-1, -1),
+        prefix_length=given.prefix_length, cu_seqlens=None if boundaries is None else tuple(boundaries),
+        block_mask=given.block_mask, layout="contiguous", **read_mask(given.mask_file, tokens * world),
     )  # fmt: skip
-    kv_heads, layout = flags.resolve_kv_heads(shape.heads, shape.kv_heads), shape.layout
-    if shape.packed:
+    kv_heads, layout = flags.resolve_kv_heads(given.heads, given.kv_heads), given.layout
+    if given.packed:
         if boundaries is None or layout != flags.LayoutName.zigzag:
             raise ValueError("--packed needs --documents or --cu-seqlens, and no other layout")
-        masks, nodes = [(Mask(mask.causal, config.window), 1)], shape.nodes
+        masks, nodes = [(Mask(given.causal, config.window), 1)], given.nodes
         topology = None if world % nodes else Topology.grid(nodes, world // nodes)
         layout = Layout.packed(boundaries, world, masks=masks, topology=topology)
     return PredictedCall(
-        tokens, world, layout, config.mask, shape.heads, kv_heads, shape.head_dim, shape.batch, shape.dtype,
-        shape.nodes, **asdict(ring),
+        tokens, world, layout, config.mask, given.heads, kv_heads, given.head_dim, given.batch, given.dtype,
+        given.nodes, chunks=given.chunks, slots=given.slots, wire_dtype=given.wire_dtype,
+        grad_wire_dtype=given.grad_wire_dtype,
     )  # fmt: skip
 
 
 def _resolve_hardware(
-    call: PredictedCall, hardware: HardwareFlags, nics: int | None, max_gpus: int, *, is_map: bool
+    call: PredictedCall, given: Any, max_gpus: int, *, is_map: bool
 ) -> tuple[Speed, ClusterLinks, tuple[str, ...]]:
     """Return the GPU's speed, the links, and a description of the measured rows that gave the speed."""
     from .inputs import resolve_speed
     from .links import ClusterLinks, parse_link
 
-    link, link_between = hardware.link, hardware.link_between
+    link, link_between, nics = given.link, given.link_between, given.nics
     if max_gpus <= call.per_node and (link_between is not None or nics is not None):
         raise ValueError("--link-between and --nics need several nodes. Set --nodes to at least 2.")
     if nics is not None and nics > call.per_node:
         raise ValueError(f"--nics is {nics}: it must be at most {call.per_node}, one per GPU of a node")
     if call.per_node == 1 and link is not None and not is_map:
         raise ValueError("--link is the link inside a node, but each node has one GPU. Use --link-between.")
-    speed, measured = resolve_speed(call, hardware.gpu, hardware.tflops, hardware.backward_tflops, hardware.kernels)
+    speed, measured = resolve_speed(call, given.gpu, given.tflops, given.backward_tflops, given.kernels)
     between = parse_link(link_between or DEFAULT_NODE_LINK, "link-between")
     if link_between is None:
         between = replace(between, source=f"assumed: {between.source}; set it with --link-between")
@@ -283,8 +251,7 @@ def _resolve_hardware(
 
 def _one_call(call: PredictedCall, inputs: PredictionInputs, capacity: float, trace: Path | None) -> tuple[Result, str]:
     """Predict one call; return the result, with a row per method, and the summary line."""
-    from .alternatives import nics_per_node, predict_alternatives
-    from .crossover import check_memory
+    from .alternatives import check_memory, predict_alternatives
 
     check_memory(call, capacity, backward=inputs.has_backward)
     if trace is not None:
@@ -297,7 +264,8 @@ def _one_call(call: PredictedCall, inputs: PredictionInputs, capacity: float, tr
     if not inputs.perturbation.jitter:
         units.pop("spread")
     unfit = [f"{way.name}: {way.note}" for way in results if not way.passes]
-    notes = [*unfit, *_nic_ranges(results, nics_per_node(call, inputs)), *_notes(call, inputs), f"best: {best}"]
+    nic_ranges = _nic_ranges(results, inputs.links.count_nics(call.per_node))
+    notes = [*unfit, *nic_ranges, *_notes(call, inputs), f"best: {best}"]
     return Result("predict", units, [*rows], notes=notes, provenance=_provenance(call, inputs)), best
 
 
@@ -320,8 +288,7 @@ def _nic_ranges(results: Sequence[Alternative], nics: int) -> list[str]:
 def _write_trace(call: PredictedCall, inputs: PredictionInputs, trace: Path) -> None:
     """Write the timeline of every rank; raise ValueError for too many ranks or with jitter."""
     from ..timeline.events import as_chrome
-    from .ring_time import predict_passes
-    from .timelines import predicted_timeline
+    from .ring_time import predict_passes, predicted_timeline
 
     if call.world > MOST_RANKS:
         raise ValueError(f"--trace draws every rank, so at most {MOST_RANKS} GPUs are allowed, not {call.world}")
@@ -359,7 +326,7 @@ def _row(way: Alternative, call: PredictedCall, inputs: PredictionInputs) -> dic
 
 
 def _notes(call: PredictedCall, inputs: PredictionInputs) -> list[str]:
-    from .crossover import straggler_seconds, tokens_needed
+    from .alternatives import straggler_seconds, tokens_needed
 
     notes = []
     if not call.is_plain or call.world == 1:
@@ -381,7 +348,7 @@ def _map(
     call: PredictedCall, inputs: PredictionInputs, axes: dict[str, list[int]], capacity: float, picture: Path
 ) -> tuple[Result, str]:
     """Predict and draw the map; return rows per number of GPUs with a column per tokens per GPU, and the summary."""
-    from .crossover import ENOUGH_IDEAL, draw_map, sweep_percents
+    from .alternatives import ENOUGH_IDEAL, draw_map, sweep_percents
 
     percents = sweep_percents(call, inputs, axes["tokens"], axes["gpus"], capacity)
     rows = [
@@ -442,7 +409,7 @@ def _speed_note(speed: Speed) -> str:
 def _provenance(call: PredictedCall, inputs: PredictionInputs) -> dict[str, Any]:
     from ..common.provenance import provenance
     from .predicted_call import CPU
-    from .timelines import timeline_details
+    from .ring_time import timeline_details
 
     return provenance(CPU) | {
         "call": timeline_details(call) | {"tokens": call.tokens, "slots": call.slots, "chunks": call.chunks},

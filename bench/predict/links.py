@@ -77,6 +77,10 @@ class ClusterLinks:
     nics: float | None = None
     """NICs per node; None means one per GPU."""
 
+    def count_nics(self, gpus: int) -> int:
+        """Return the NICs of a node with this many GPUs."""
+        return gpus if self.nics is None else int(self.nics)
+
     def far(self, senders: int) -> LinkSpeed:
         """Return the link between nodes that each of ``senders`` GPUs of a node gets if all send at the same time."""
         share = 1.0 if self.nics is None else min(1.0, self.nics / senders)

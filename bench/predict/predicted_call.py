@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -181,14 +181,6 @@ class PredictedCall:
         alone = replace(self, tokens=self.seqlen, world=1, nodes=1, layout="contiguous")
         return [bounds_area(part.bounds, self.seqlen, self.seqlen) for part in alone.plans()[0].hop_masks[0]]
 
-    def node_index(self, rank: int) -> int:
-        return rank // self.per_node
-
-    @property
-    def concurrent_senders(self) -> int:
-        """GPUs of a node that send to another node at the same time."""
-        return self.per_node if self.is_two_level else 1
-
     @cached_property
     def config(self) -> AttentionConfig:
         """The call as the functions of ``common/memory_table.py`` take it."""
@@ -216,6 +208,7 @@ class PredictedCall:
         return plain and self.layout in EQUAL_SHARDS and (self.layout != "zigzag" or self.tokens % 2 == 0)
 
 
+@lru_cache(1 << 15)
 def bounds_area(bounds: Bounds, rows: int, keys: int) -> Area:
     """Return the area that ``bounds`` leave of a hop with this many query rows and keys."""
     share = 1.0

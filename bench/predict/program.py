@@ -153,17 +153,6 @@ class _Recorder:
             self.launch(POINT)
         return self.last
 
-    def post(
-        self, stream: int, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence]
-    ) -> _OpEnd:
-        before = {fence.op for fence in after if isinstance(fence, _OpEnd) and fence.op is not None}
-        if self.on_host and (reached := self.point()) is not None:
-            before.add(reached)
-        moved = (_by_peer(messages) for messages in (sends, receives))
-        # `posted` fills in the contents next
-        self.ops.append(Op(stream, "", self.hop, 0, tuple(sorted(before)), 0, FULL, None, *moved))
-        return _OpEnd(self, len(self.ops) - 1)
-
     def posted(self, key: object, fence: Fence, after: object, sent: object, received: object) -> None:
         assert isinstance(fence, _OpEnd) and isinstance(key, PostKey) and fence.op is not None
         op = self.ops[fence.op]
@@ -188,7 +177,14 @@ class _Transport:
         return _OpEnd(self.recorder, self.recorder.point())
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence]) -> Fence:
-        return self.recorder.post(self.stream, sends, receives, after)
+        recorder = self.recorder
+        before = {fence.op for fence in after if isinstance(fence, _OpEnd) and fence.op is not None}
+        if recorder.on_host and (reached := recorder.point()) is not None:
+            before.add(reached)
+        moved = (_by_peer(messages) for messages in (sends, receives))
+        # `posted` fills in the contents next
+        recorder.ops.append(Op(self.stream, "", recorder.hop, 0, tuple(sorted(before)), 0, FULL, None, *moved))
+        return _OpEnd(recorder, len(recorder.ops) - 1)
 
 
 class _Slots(Slots):
@@ -206,12 +202,8 @@ class _RecordedWire:
     wire: Wire
     recorder: _Recorder
 
-    @property
-    def name(self) -> str:
-        return self.wire.name
-
-    def specs(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return self.wire.specs(shape)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wire, name)
 
     def encode(self, x: Tensor, into: Tensors) -> None:
         self.recorder.launch(ENCODE, keys=x.shape[1])

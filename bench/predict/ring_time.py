@@ -7,20 +7,23 @@ to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ...kernels import Bounds
+from ...ring.buffers import KV_KINDS, PostKey, TransferKind
 from ...ring.schedule.plan import Plan
+from ...ring.trace import CompletedPost, TimeInterval, slot_trace
+from ..common.attention import mask_data
+from ..timeline.events import Event, Timeline
 from .links import ClusterLinks
 from .predicted_call import PredictedCall, bounds_area
 from .program import COMPUTE, PASSES, Op, Program, record_program
 from .simulator import RankTimes, run_programs, slow_launches
-from .speed import DKDV, DQ, FOLD, MOST_RANKS, NO_PERTURBATION, Area, Perturbation, Seconds, Speed
+from .speed import DKDV, DQ, FOLD, MOST_RANKS, NO_PERTURBATION, POINT, Area, Perturbation, Seconds, Speed
 
 RECORDED_TOKENS = 256  # tokens per rank in recorded programs of plain rings; bytes scale with the real tokens
 MOST_SIMULATED = 32  # ranks of a plain ring; larger ones are extrapolated
@@ -29,6 +32,8 @@ LEAST_NODES, MORE_NODES = 3, 2
 LATE_NODES = 6  # with causal contiguous shards in a flat ring over nodes, time is linear from here on
 LARGE_NODE, SMALL_NODE = 16, 12  # ranks; nodes above LARGE_NODE are extrapolated from these two sizes
 SURELY_TIED = 1e-9  # relative to a pass: ranks that end this close end together
+TIMELINE_FIELDS = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "nodes")
+"""Fields of a call that a timeline describes besides layout and mask, named as in measured timelines."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,16 @@ def predict_passes(
     """
 
     def simulate(variant: PredictedCall, phase: str) -> Pass:
-        return _simulated(variant, speed, links, perturbation, phase, tokens)
+        lengths, small, factor = variant.tokens if tokens is None else tokens, variant, 1.0
+        if variant.is_plain:
+            small, factor = replace(variant, tokens=RECORDED_TOKENS), lengths / RECORDED_TOKENS
+        recorded = record_ring(small, phase)
+        is_formula = variant.is_plain and variant.runs == 1
+        price = _plain_price(variant, speed, lengths) if is_formula else _price(small, speed, factor)
+        costs = [[price(plan, op) if op.stream == COMPUTE else 0.0 for op in program.ops] for plan, program in recorded]
+        programs = [program for _, program in recorded]
+        message = message_cost(variant, links, factor)
+        return simulate_pass(programs, costs, message, speed.beside, lambda op: speed.host, perturbation)
 
     return build_passes(call, simulate, perturbation, phases, simulated=simulated)
 
@@ -130,21 +144,6 @@ def record_ring(call: PredictedCall, phase: str) -> tuple[tuple[Plan, Program], 
     return tuple((plan, record_program(call, plan, phase, tokens=lengths[plan.rank])) for plan in call.plans())
 
 
-def _simulated(
-    call: PredictedCall, speed: Speed, links: ClusterLinks, perturbation: Perturbation, phase: str, tokens: Any
-) -> Pass:
-    tokens, small, factor = call.tokens if tokens is None else tokens, call, 1.0
-    if call.is_plain:
-        small, factor = replace(call, tokens=RECORDED_TOKENS), tokens / RECORDED_TOKENS
-    recorded = record_ring(small, phase)
-    is_formula = call.is_plain and call.runs == 1
-    price = _plain_price(call, speed, tokens) if is_formula else _price(small, speed, factor)
-    costs = [[price(plan, op) if op.stream == COMPUTE else 0.0 for op in program.ops] for plan, program in recorded]
-    programs = [program for _, program in recorded]
-    message = message_cost(call, links, factor)
-    return simulate_pass(programs, costs, message, speed.beside, lambda op: speed.host, perturbation)
-
-
 def simulate_pass(
     programs: Sequence[Program],
     costs: Sequence[Sequence[Seconds]],
@@ -187,13 +186,15 @@ def _transfer(rank: int, op: Op, message: Callable[[int, int, int], Seconds]) ->
 
 def message_cost(call: PredictedCall, links: ClusterLinks, factor: Any = 1.0) -> Callable[[int, int, int], Seconds]:
     """Return ``f(rank_a, rank_b, nbytes)``: the seconds of ``nbytes * factor`` inside a node or between nodes."""
-    inside, between = links.inside, links.far(call.concurrent_senders)
+    # GPUs of a node that send to another node at the same time
+    senders = call.per_node if call.is_two_level else 1
+    inside, between = links.inside, links.far(senders)
 
     @lru_cache(None)
     def seconds(same_node: bool, nbytes: int) -> Seconds:
         return (inside if same_node else between).seconds(nbytes * factor)
 
-    return lambda a, b, nbytes: seconds(call.node_index(a) == call.node_index(b), nbytes)
+    return lambda a, b, nbytes: seconds(a // call.per_node == b // call.per_node, nbytes)
 
 
 def _plain_price(call: PredictedCall, speed: Speed, tokens: Any) -> Callable[[Plan, Op], Seconds]:
@@ -218,7 +219,7 @@ def _price(call: PredictedCall, speed: Speed, factor: Any) -> Callable[[Plan, Op
     """
 
     def price(plan: Plan, op: Op) -> Seconds:
-        pairs, *others = _area(op.bounds, call.token_layout.lengths[plan.rank], op.keys)
+        pairs, *others = bounds_area(op.bounds, call.token_layout.lengths[plan.rank], op.keys)
         area = Area(pairs * factor**2, *(count * factor for count in others))
         seconds = speed.seconds(op.what, area, call, hop=op.hop)
         return seconds if np.ndim(seconds) else float(seconds)
@@ -226,13 +227,73 @@ def _price(call: PredictedCall, speed: Speed, factor: Any) -> Callable[[Plan, Op
     return price
 
 
-@lru_cache(1 << 15)
-def _area(seen: Bounds, rows: int, keys: int) -> Area:
-    return bounds_area(seen, rows, keys)
-
-
 def ideal_seconds(call: PredictedCall, speed: Speed, phase: str, tokens: Any = None) -> Seconds:
     """Return one device's seconds for the whole call divided by the ranks; ``tokens`` per rank replace the call's."""
     what = (FOLD,) if phase == "forward" else (DQ, DKDV)
     alone = replace(call, chunks=1)
     return sum(speed.seconds(name, area, alone, hop=0) for name in what for area in call.areas(tokens)) / call.world
+
+
+# the timeline, in the format of measured runs
+
+
+def predicted_timeline(title: str, passes: tuple[Pass, ...], call: PredictedCall) -> Timeline:
+    """Return the timeline of all ranks, one pass after the other; raise ValueError for extrapolated passes."""
+    events: list[Event] = []
+    plans, begin = call.plans(), 0.0
+    for predicted_pass in passes:
+        if not predicted_pass.tracks:
+            raise ValueError("a timeline needs every rank, and this prediction is extrapolated from smaller rings")
+        for track in predicted_pass.tracks:
+            events += _rank_events(track, plans[track.program.rank], begin)
+        begin += predicted_pass.seconds
+    return Timeline(title, "predicted", call.world, tuple(events), {"call": timeline_details(call)})
+
+
+def timeline_details(call: PredictedCall) -> dict[str, Any]:
+    """Return shape, layout and mask of a call as JSON data, as measured timelines have them."""
+    return {name: getattr(call, name) for name in TIMELINE_FIELDS} | {"layout": str(call.layout)} | mask_data(call.mask)
+
+
+def _rank_events(track: RankTimes, plan: Plan, start: float) -> Iterator[Event]:
+    rank, phase = track.program.rank, track.program.phase
+    free, posts, computed = 0.0, list[CompletedPost](), dict[int, list[TimeInterval]]()
+    for op, begin, end in zip(track.program.ops, track.begins, track.ends, strict=True):
+        if op.key is not None:
+            yield from _transfer_events(op, op.key, plan, start + begin, start + end)
+            sent, received = (sum(nbytes for _, nbytes in messages) for messages in (op.sends, op.receives))
+            posts.append(CompletedPost(op.key, begin, end, sent, received))
+            continue
+        if begin > free:
+            yield Event(rank, "wait", phase, op.hop, start + free, start + begin)
+        if op.what != POINT:
+            computed.setdefault(op.hop, []).append((begin, end))
+            if end > begin:
+                name = f"{op.what} of {plan.hops[op.hop].shard}"
+                yield Event(rank, "compute", phase, op.hop, start + begin, start + end, name)
+        free = end
+    # Slots are derived by the same rule as in measured timelines.
+    for use in slot_trace(phase, plan, posts, computed):
+        yield Event(rank, use.kind, use.phase, use.hop, start + use.begin, start + use.end, use.name)
+
+
+def _transfer_events(op: Op, key: PostKey, plan: Plan, begin: float, end: float) -> Iterator[Event]:
+    name = "dK/dV of {}" if key.kind in (TransferKind.DKV, TransferKind.RETURN) else "K/V of {}"
+    for lane, messages in (("send", op.sends), ("receive", op.receives)):
+        shard = plan.hops[_moved_hop(key, plan, lane)].shard
+        for _, nbytes in messages:
+            yield Event(plan.rank, lane, key.phase, op.hop, begin, end, name.format(shard), nbytes)
+
+
+def _moved_hop(key: PostKey, plan: Plan, lane: str) -> int:
+    """Return the hop whose shard a group of transfers moves; ``lane`` is ``send`` or ``receive``."""
+    if key.kind in KV_KINDS:
+        step = plan.inner if key.kind is TransferKind.RAIL else 1
+        return key.payload_hop - (step if lane == "send" else 0)
+    if key.kind is TransferKind.RETURN:
+        return key.hop // plan.inner * plan.inner if lane == "send" else 0
+    following = key.payload_hop + 1
+    if lane == "send":
+        return key.payload_hop
+    is_last = following >= len(plan.hops) or plan.is_outer_root(plan.hops[following])
+    return key.payload_hop // plan.inner * plan.inner if is_last else following

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from .page import ResultFolder
 
 PAGE_NAME = "report.html"
 
@@ -35,29 +32,20 @@ def report_command(
         return
     target = folder / PAGE_NAME if out is None else out
     try:
-        contents = write_report(folder, target)
+        refusals = write_report(folder, target)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    for why in contents.refusals:
+    for why in refusals:
         typer.echo(f"skipped: {why}", err=True)
     typer.echo(str(target))
 
 
-def write_report_or_reason(folder: Path) -> str:
-    """Write the page of a folder; return the page's path, or the reason why writing it failed."""
-    try:
-        write_report(folder, folder / PAGE_NAME)
-    except Exception as error:
-        return f"no {PAGE_NAME}: {type(error).__name__}: {error}"
-    return str(folder / PAGE_NAME)
-
-
-def write_report(folder: Path, target: Path) -> ResultFolder:
-    """Write the page of a folder; return what was read, with the reasons why other files were not."""
+def write_report(folder: Path, target: Path) -> list[str]:
+    """Write the page of a folder; return why files were left out."""
     from ..common.output import check_writable, write_file
     from .page import read_folder, render_page
 
     contents = read_folder(folder)  # first, for the better error if this is not a folder
     check_writable(target)
     write_file(target, render_page(contents))
-    return contents
+    return contents.refusals

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -23,7 +22,8 @@ from ...ring.local.registry import other_backends
 from ...ring.mesh import ring_layout
 from ...ring.schedule.schedule import schedule
 from ...ring.ulysses import split_ulysses_heads
-from ..common.attention import DTYPES, AttentionConfig, Tensors, backend_refusal, forward_backward
+from ..common.attention import DTYPES, AttentionConfig, Tensors, check_backend, forward_backward, sdpa_attention
+from ..common.cases import UnavailableError
 from ..common.memory_table import (
     ALL_CORES,
     ALL_GATHER,
@@ -44,10 +44,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 ZHUZILIN = "ring-flash-attn"
 CONTEXT_PARALLEL = "PyTorch context_parallel"
-
-
-class CandidateUnavailableError(Exception):
-    """Raised if a candidate cannot compute this problem on this machine; the message says why."""
 
 
 def balanced_layout(problem: AttentionConfig) -> str:
@@ -71,18 +67,18 @@ class CandidateSetting:
         return self.problem.layout_by_name(layout).positions(dist.get_rank())
 
     def require(self, name: str, *modules: str, pieces: int = 1) -> None:
-        """Raise CandidateUnavailableError if a module is missing, ranks share a GPU, or shards are not equal.
+        """Raise UnavailableError if a module is missing, ranks share a GPU, or shards are not equal.
 
         ``pieces`` is the number of equal pieces that the candidate ``name`` makes of each shard.
         """
         for module in modules:
             if importlib.util.find_spec(module) is None:
-                raise CandidateUnavailableError(f"{module} is not installed (pip install {name})")
+                raise UnavailableError(f"{module} is not installed (pip install {name})")
         if self.shares_gpu:
-            raise CandidateUnavailableError(f"{name} needs one GPU per rank, because it uses NCCL")
+            raise UnavailableError(f"{name} needs one GPU per rank, because it uses NCCL")
         seqlen, pieces = self.problem.seqlen, pieces * self.problem.world
         if seqlen % pieces:
-            raise CandidateUnavailableError(f"{name} needs a multiple of {pieces} tokens, not {seqlen}")
+            raise UnavailableError(f"{name} needs a multiple of {pieces} tokens, not {seqlen}")
 
 
 @dataclass(frozen=True)
@@ -119,13 +115,6 @@ class Candidate:
 Maker = Callable[[CandidateSetting], Candidate]
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """Compute PyTorch's attention on ``[B, S, H, D]``."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)
-
-
 def sdpa_one_device(setting: CandidateSetting) -> Candidate:
     """Return SDPA on the whole sequence, run by rank 0 with one rank's threads while the others wait."""
     problem = setting.problem
@@ -139,17 +128,16 @@ def sdpa_all_cores(setting: CandidateSetting) -> Candidate:
     problem = setting.problem
     threads = min(cores(), problem.threads * problem.world)
     if setting.device.type != "cpu":
-        raise CandidateUnavailableError("it runs only on the CPU")
+        raise UnavailableError("it runs only on the CPU")
     if threads <= problem.threads:
-        raise CandidateUnavailableError(f"it would use no more threads than one rank, {problem.threads}")
+        raise UnavailableError(f"it would use no more threads than one rank, {problem.threads}")
     return replace(sdpa_one_device(setting), name=ALL_CORES, threads=threads)
 
 
 def our_ring(layout: str, setting: CandidateSetting, backend: str = "auto") -> Candidate:
     """Return ``ring_attention`` in a layout; its bytes sent are those of the rank that sends most in the schedule."""
-    refusal = None if backend == "auto" else backend_refusal(backend, setting.problem, setting.device)
-    if refusal is not None:
-        raise CandidateUnavailableError(refusal)
+    if backend != "auto":
+        check_backend(backend, setting.problem, setting.device)
     problem, token_layout, ring = setting.problem, setting.problem.layout_by_name(layout), setting.ring(None)
     attend: Any = partial(ring_attention, layout=token_layout, ring=ring, causal=problem.causal, backend=backend)
     plan = schedule(token_layout, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
@@ -170,7 +158,7 @@ def baseline_ring(setting: CandidateSetting) -> Candidate:
     """Return the baseline ring in its balanced layout."""
     problem = setting.problem
     if setting.device.type != "cpu":
-        raise CandidateUnavailableError(f"it uses a CPU operator. On a GPU compare with {ZHUZILIN}.")
+        raise UnavailableError(f"it uses a CPU operator. On a GPU compare with {ZHUZILIN}.")
     setting.require(BASELINE, pieces=2)
     waits = DeviceStopwatch(setting.device)
     attend = partial(baseline_ring_attention, causal=problem.causal, waits=waits)
@@ -195,7 +183,7 @@ def ulysses(setting: CandidateSetting) -> Candidate:
     problem, world = setting.problem, setting.problem.world
     for name, count in (("heads", problem.heads), ("kv_heads", problem.kv_heads)):
         if count % world:
-            raise CandidateUnavailableError(f"{name} is {count}: it must be a multiple of the number of ranks, {world}")
+            raise UnavailableError(f"{name} is {count}: it must be a multiple of the number of ranks, {world}")
     setting.require(ULYSSES)
     net = AllToAllAttention(problem.layout_by_name("contiguous"), problem.causal, setting.device)
     sent = exchanged_bytes(problem, world)
@@ -216,7 +204,7 @@ def ulysses_mesh(degree: int, setting: CandidateSetting) -> Candidate:
     try:
         _, kv_heads = split_ulysses_heads(problem.heads, problem.kv_heads, degree)
     except ValueError as error:
-        raise CandidateUnavailableError(str(error)) from None
+        raise UnavailableError(str(error)) from None
     name = mesh_name(degree, problem.world)
     setting.require(name)
     mesh = init_device_mesh(setting.device.type, (problem.world // degree, degree), mesh_dim_names=MESH_DIMS)
@@ -246,7 +234,7 @@ def lucidrains(setting: CandidateSetting) -> Candidate:
     shard = problem.seqlen // problem.world
     bucket = min(BUCKET, shard)
     if shard % bucket or problem.world == 1:
-        raise CandidateUnavailableError(f"it needs at least two ranks, and shards with a multiple of {bucket} tokens")
+        raise UnavailableError(f"it needs at least two ranks, and shards with a multiple of {bucket} tokens")
     with warnings.catch_warnings():  # beartype warns about the package's type hints
         warnings.simplefilter("ignore")
         from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
@@ -278,10 +266,10 @@ def context_parallel(setting: CandidateSetting) -> Candidate:
     """
     problem = setting.problem
     if setting.device.type != "cuda":
-        raise CandidateUnavailableError("it needs a GPU, because it cannot shard the CPU's SDPA operator (torch 2.13)")
+        raise UnavailableError("it needs a GPU, because it cannot shard the CPU's SDPA operator (torch 2.13)")
     setting.require(CONTEXT_PARALLEL, pieces=2)
     if problem.heads != problem.kv_heads:
-        raise CandidateUnavailableError("its SDPA operators need as many key/value heads as query heads")
+        raise UnavailableError("its SDPA operators need as many key/value heads as query heads")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as enter
     from torch.distributed.tensor.experimental._attention import _cp_options
@@ -302,7 +290,7 @@ def zhuzilin(setting: CandidateSetting) -> Candidate:
     """Return ``ring-flash-attn``: its zigzag variant if causal, else its plain ring."""
     problem = setting.problem
     if setting.device.type != "cuda" or problem.dtype == "float32":
-        raise CandidateUnavailableError("its FlashAttention kernels need a GPU, and float16 or bfloat16")
+        raise UnavailableError("its FlashAttention kernels need a GPU, and float16 or bfloat16")
     setting.require(ZHUZILIN, "ring_flash_attn", "flash_attn", pieces=2)
     import ring_flash_attn
 
@@ -316,8 +304,11 @@ PEERS: dict[str, Maker] = {CONTEXT_PARALLEL: context_parallel, LUCIDRAINS: lucid
 """Candidates of other packages, whose wrong results are notes and not failures."""
 
 
-def candidate_makers(layouts: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
-    """Return the constructors of all candidates by name, first SDPA on one device, which others are compared with."""
+def select_makers(layouts: Sequence[str], prefixes: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
+    """Return the constructors of candidates whose names start with one of ``prefixes`` (none: all), by name.
+
+    The first is always SDPA on one device, which the others are compared with.
+    """
     rings: dict[str, Maker] = {f"{OURS} {layout}": partial(our_ring, layout) for layout in layouts}
     rings |= {
         f"{OURS} {layouts[0]} by {name}": partial(our_ring, layouts[0], backend=name) for name in other_backends()
@@ -328,14 +319,10 @@ def candidate_makers(layouts: Sequence[str], worlds: Sequence[int]) -> dict[str,
         for degree in range(2, world + 1)
         if world % degree == 0
     }
-    return {ONE_DEVICE: sdpa_one_device, ALL_CORES: sdpa_all_cores, **rings, **BASELINES, **mixed, **PEERS}
-
-
-def select_makers(layouts: Sequence[str], prefixes: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
-    """Return SDPA on one device and the candidates whose names start with one of ``prefixes`` (none: all)."""
-    constructors = candidate_makers(layouts, worlds)
+    makers: dict[str, Maker] = {ONE_DEVICE: sdpa_one_device, ALL_CORES: sdpa_all_cores}
+    makers |= {**rings, **BASELINES, **mixed, **PEERS}
     starts: str | tuple[str, ...] = (ONE_DEVICE, *prefixes) if prefixes else ""
-    return {name: make for name, make in constructors.items() if name.startswith(starts)}
+    return {name: make for name, make in makers.items() if name.startswith(starts)}
 
 
 def make_candidates(
@@ -347,8 +334,8 @@ def make_candidates(
     for name, make in select_makers(setting.layouts, prefixes, [setting.problem.world]).items():
         try:
             if setting.has_slow_links and name in BASELINES | PEERS:
-                raise CandidateUnavailableError("--bytes-per-second slows down only our rings")
+                raise UnavailableError("--bytes-per-second slows down only our rings")
             available[name] = make(setting)
-        except CandidateUnavailableError as reason:
+        except UnavailableError as reason:
             absent[name] = str(reason)
     return available, absent

@@ -54,7 +54,6 @@ def ring(
         Any, typer.Option(parser=flags.count, metavar="SIZE", help="Slow down the links of our rings; CPU only.")
     ] = None,
     repeats: flags.Repeats = 5,
-    threads: flags.Threads = None,
     device: flags.DeviceFlag = "",
     timer: flags.RingTimer = "",
     seed: flags.Seed = 0,
@@ -92,7 +91,7 @@ def ring(
         problems = tuple(
             AttentionConfig(
                 tokens, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout[0],
-                flags.resolve_threads(threads, ranks), seed, device, transport,
+                flags.rank_threads(ranks), seed, device, transport,
             )
             for tokens in sorted(seqlen)
         )  # fmt: skip
@@ -100,7 +99,7 @@ def ring(
         check_ranks_fit("--seqlen", problems[-1], partial(measure.ring_needs, layouts=layout, kinds=kinds))
         # On the CPU every length runs in new processes, because a reused heap would distort the peaks.
         problem_groups = [(problem,) for problem in problems] if device == "cpu" and place is None else [problems]
-        ring_timer = flags.resolve_ring_timer(device, timer)
+        ring_timer = flags.resolve_timer(device, timer, flags.RING_TIMERS)
         configs += [
             measure.RingConfig(group, tuple(layout), repeats, prefixes, ring_timer, bytes_per_second)
             for group in problem_groups

@@ -60,7 +60,7 @@ class CallCase:
     ulysses: int = 1  # ranks of a Ulysses group
     sink: bool = False
 
-    def fits(self, transport: str, world: int) -> bool:
+    def fits(self, world: int) -> bool:
         """Return True if ``world`` ranks can make this call."""
         levels = self.nodes == 1 or (world >= 2 * self.nodes and world % self.nodes == 0)
         return levels and world % self.ulysses == 0
@@ -203,7 +203,7 @@ def measure_calls(
     device: torch.device, *, transport: str, world: int, call_names: Sequence[str] = tuple(CALL_CASES)
 ) -> Iterator[MeasuredNumber]:
     """Yield the errors of calls on ``world`` ranks of a transport; also run the transport's conformance suite."""
-    names = [name for name in call_names if CALL_CASES[name].fits(transport, world)]
+    names = [name for name in call_names if CALL_CASES[name].fits(world)]
     if transport == "local":
         with LocalWorld(world, device=device) as ranks:
             for name in names:

@@ -49,7 +49,7 @@ def suite(
     from ..common.provenance import provenance
     from ..common.ranks import LAUNCHERS, cores
     from ..common.result import Result, finish_command
-    from ..report.command import write_report_or_reason
+    from ..report.command import PAGE_NAME, write_report
     from . import part_processes
     from .suite_parts import list_parts
 
@@ -96,7 +96,12 @@ def suite(
         raise typer.Exit(INTERRUPTED) from None
     result.provenance["seconds"] = time.monotonic() - start
     write_results(out, result, [known[name] for name in names if name in known])
-    typer.echo(f"{write_report_or_reason(out)}\n")
+    page = str(out / PAGE_NAME)
+    try:
+        write_report(out, out / PAGE_NAME)
+    except Exception as error:  # the results are more important than the page
+        page = f"no {PAGE_NAME}: {type(error).__name__}: {error}"
+    typer.echo(f"{page}\n")
     rows = [known[part.name] for part in parts]
     shown = [{**row, "found": shorten(str(row["found"]), FOUND_WIDTH)} for row in rows]
     columns = {name: unit for name, unit in UNITS.items() if name not in ("about", "command")}

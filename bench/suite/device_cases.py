@@ -24,7 +24,7 @@ from ...ring import Layout, ring_attention
 from ...ring.wire import ScaledWire
 from ..common import memory
 from ..common.attention import DTYPES, forward_backward
-from ..common.cases import CaseUnavailableError, MeasuredNumber, case_result, relative_distance
+from ..common.cases import MeasuredNumber, UnavailableError, case_result, relative_distance
 from ..common.flags import resolve_device
 from ..common.output import write_json
 from ..common.provenance import provenance
@@ -251,7 +251,7 @@ def main(name: str, run: CaseFunction, device: torch.device, file: str) -> int:
         for number in run(device):
             numbers.append(number)
             write_json(file, case_result(f"bench suite: {name}", numbers, about).as_json())
-    except (CaseUnavailableError, torch.OutOfMemoryError) as missing:
+    except (UnavailableError, torch.OutOfMemoryError) as missing:
         print(missing)
         return os.EX_UNAVAILABLE
     result = case_result(f"bench suite: {name}", numbers, about)

@@ -32,7 +32,7 @@ DEADLINE, GRACE = 3.0, 2.0  # seconds, for the ring with a killed rank
 STEPS_BEFORE_KILL = 3
 
 
-def hold_stream(seconds: float, transport: Transport | None = None) -> None:
+def hold_stream(seconds: float) -> None:
     """Enqueue a kernel that keeps the current stream busy for about ``seconds``."""
     torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
 
@@ -42,7 +42,7 @@ def compute_is_waited_for_both_ways(transport: Transport, device: torch.device) 
     onward, back = ring_neighbours(transport)
     outgoing, arrived = constant_tensor(-1, LARGE_BYTES, device), constant_tensor(-1, LARGE_BYTES, device)
     for step in range(1, 20):
-        hold_stream(0.5e-3, transport)
+        hold_stream(0.5e-3)
         outgoing.fill_(100 * step + transport.rank)
         sends, receives = [Message(onward, outgoing)], [Message(back, arrived)]
         transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()

@@ -32,7 +32,6 @@ def timeline_command(
     causal: flags.Causal = True,
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     repeats: Annotated[int, typer.Option(min=1, help="Recorded runs; the run with the median length is kept.")] = 5,
-    threads: flags.Threads = None,
     seed: flags.Seed = 0,
     device: flags.DeviceFlag = "",
     trace: flags.Trace = None,
@@ -57,7 +56,7 @@ def timeline_command(
         raise typer.BadParameter(f"--seqlen is {seqlen}: it must be at least {ranks}, one token per rank")
     problem = AttentionConfig(
         seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value,
-        flags.resolve_threads(threads, ranks), seed, device,
+        flags.rank_threads(ranks), seed, device,
     )  # fmt: skip
     check_writable(out)
     recorded = record.run_timeline(place, problem, repeats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..common.theme import LIGHT, use_theme
 from .events import LANES, Event, Timeline, lane_order
@@ -19,11 +19,8 @@ WIDTH = 10.0
 MILLI = 1e3
 
 
-class LaneBox(NamedTuple):
-    """Vertical position of a rank's lane in a figure, from the top."""
-
-    top: float
-    height: float
+LaneBox = tuple[float, float]
+"""Vertical position of a rank's lane in a figure, from the top, and its height."""
 
 
 def lane_boxes(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], LaneBox], float]:
@@ -35,7 +32,7 @@ def lane_boxes(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], Lan
     top = 0.0
     for rank in range(world):
         for lane, height in heights.items():
-            rows[rank, lane] = LaneBox(top, height)
+            rows[rank, lane] = top, height
             top += height
         rows[rank, "wait"] = rows[rank, "compute"]
         top += GAP
@@ -70,13 +67,15 @@ def timeline_heading(timeline: Timeline) -> str:
 def _draw_one(axes: Any, timeline: Timeline, rows: dict[tuple[int, str], LaneBox], units: float, end: float) -> None:
     axes.set_title(timeline_heading(timeline), loc="left", fontsize=9.5)
     across = axes.get_yaxis_transform()
-    for (rank, lane), row in rows.items():
+    for (rank, lane), (top, height) in rows.items():
         if lane != "wait":
-            middle = row.top + row.height * 0.45
+            middle = top + height * 0.45
             text, size = (f"rank {rank}", 9) if lane == "compute" else (lane, 6.5)
             axes.text(-0.006, middle, text, transform=across, ha="right", va="center_baseline", fontsize=size)
-            axes.broken_barh([(0, end)], (row.top, row.height * 0.9), facecolors=LIGHT.track)
-        _draw_lane(axes, [event for event in timeline.events if (event.rank, event.lane) == (rank, lane)], row, end)
+            axes.broken_barh([(0, end)], (top, height * 0.9), facecolors=LIGHT.track)
+        _draw_lane(
+            axes, [event for event in timeline.events if (event.rank, event.lane) == (rank, lane)], (top, height), end
+        )
     begins = [event.begin for event in timeline.events if event.phase == "backward"]
     if begins:
         axes.vlines(min(begins) * MILLI, -0.15, units, color=LIGHT.faint, lw=0.9, ls=(0, (3, 2)), zorder=4)
@@ -89,13 +88,14 @@ def _draw_one(axes: Any, timeline: Timeline, rows: dict[tuple[int, str], LaneBox
 def _draw_lane(axes: Any, events: Sequence[Event], row: LaneBox, end: float) -> None:
     if not events:
         return
+    top, height = row
     bars = [(event.begin * MILLI, event.seconds * MILLI) for event in events]
     style = {"edgecolors": LIGHT.paper, "linewidth": 0.4, "zorder": 2}
-    axes.broken_barh(bars, (row.top, row.height * 0.9), facecolors=[_colour(event) for event in events], **style)
+    axes.broken_barh(bars, (top, height * 0.9), facecolors=[_colour(event) for event in events], **style)
     for event, (begin, width) in zip(events, bars, strict=True):
         label = {"compute": f"hop {event.hop}", "wait": ""}.get(event.lane, event.name)
         if label and width > LABEL_SHARE * end * max(1.0, len(label) / 2.5):
-            middle = (begin + width / 2, row.top + row.height * 0.45)
+            middle = (begin + width / 2, top + height * 0.45)
             size, ink = 7.5 if event.lane == "compute" else 6, LIGHT.on_bar if event.lane in LANES else LIGHT.on_slot
             axes.text(*middle, label, ha="center", va="center_baseline", fontsize=size, color=ink, zorder=3)
 

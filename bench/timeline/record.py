@@ -136,27 +136,25 @@ def run_timeline(place: LaunchedRank | None, problem: AttentionConfig, repeats: 
     check_ranks_fit("--seqlen", problem, needed)
     if virtual_ranks:
         return virtual_timeline(problem, device, repeats)
-    return run_process_group(problem.world, measure_timeline, problem, repeats, device=problem.device)
-
-
-def measure_timeline(
-    place: LaunchedRank, device: torch.device, problem: AttentionConfig, repeats: int
-) -> Timeline | None:
-    """Record the timeline as one rank of a process group; return it on rank 0."""
-    torch.set_num_threads(problem.threads)
-    return record_timeline(problem, None, device, repeats)
+    return run_process_group(problem.world, record_timeline, problem, repeats, device=problem.device)
 
 
 def virtual_timeline(problem: AttentionConfig, device: torch.device, repeats: int) -> Timeline | None:
     """Record the timeline of virtual ranks that share one device."""
     with LocalWorld(problem.world, device=device) as world:
-        return world.run(lambda group: record_timeline(problem, group, device, repeats))[0]
+        return world.run(lambda group: record_timeline(None, device, problem, repeats, group))[0]
 
 
 def record_timeline(
-    problem: AttentionConfig, group: LocalGroup | None, device: torch.device, repeats: int
-) -> Timeline | None:
-    """Record ``repeats`` runs after a warm-up; return the run of median length on rank 0, None elsewhere."""
+    place: LaunchedRank | None, device: torch.device, problem: AttentionConfig, repeats: int,
+    group: LocalGroup | None = None,
+) -> Timeline | None:  # fmt: skip
+    """Record ``repeats`` runs after a warm-up; return the run of median length on rank 0, None elsewhere.
+
+    ``group`` has the virtual ranks; None: the ranks are processes.
+    """
+    if place is not None:
+        torch.set_num_threads(problem.threads)
     call = {name: getattr(problem, name) for name in CALL} | mask_data(problem.mask)
     title = f"{problem.title}, {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
     runs = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -69,46 +68,6 @@ def test_a_crash_or_hang_fails_only_its_own_job() -> None:
         3: JobFailure("it did not end in time and was killed"),
         4: "off",
     }
-
-
-KILLED = JobFailure("it did not end in time and was killed")
-
-
-@pytest.mark.parametrize(
-    ("answer", "left", "result", "waited", "ends"),
-    [
-        (7, math.inf, 7, [20.0], ""),
-        (7, 3.0, 7, [3.0], ""),
-        (None, math.inf, KILLED, [20.0], "killed"),
-        (None, 20.0, KILLED, [20.0], "killed"),
-        (None, 3.0, None, [3.0], "killed"),
-        (EOFError(), math.inf, JobFailure("its process died with exit code 7"), [20.0], "joined"),
-        (BrokenPipeError(), math.inf, JobFailure("its process died with exit code 7"), [20.0], "joined"),
-        (7, 0.0, None, [], ""),
-        (7, -1.0, None, [], ""),
-    ],
-)
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_worker_is_kept_until_it_fails(
-    answer: Any, left: float, result: Any, waited: list[float], ends: str, closed: bool
-) -> None:
-    process, connection = Mock(exitcode=7), Mock()
-    waits: list[float] = []
-
-    def poll(seconds: float) -> bool:
-        waits.append(seconds)
-        return answer is not None
-
-    connection.poll.side_effect = poll
-    connection.recv.side_effect = [answer]
-    with Pool(number_job, 1, seconds=20.0) as pool:
-        pool._own.worker, pool._closed = (process, connection), closed
-        assert pool._result("job", lambda: left) == (None if closed else result)
-        assert pool._own.worker == ((process, connection) if closed or not ends else None)
-    assert waits == ([] if closed else waited)
-    assert connection.send.mock_calls == ([call("job")] if waits else [])
-    called = {"": [], "killed": [call.kill()], "joined": [call.join()]}[ends]
-    assert process.mock_calls == ([] if closed else called)
 
 
 @pytest.mark.parametrize("closed", [False, True])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ringattn.autotune import cli_tune, ring_search, tune
+from ringattn.autotune import cli_tune, device_trials, ring_search, tune
 from ringattn.autotune import compile as compile_
 from ringattn.autotune.candidates import CompileResult, ranking_job
 from ringattn.autotune.compile import KernelVariant
@@ -25,9 +25,9 @@ from ringattn.autotune.tile_space import ModelShape, gpu_for_arch, point_text, t
 from ringattn.autotune.tune import (
     TuneConfig,
     compile_points,
-    estimated_entry,
     measure_points,
     open_journal,
+    table_entry,
     tile_without_table,
 )
 from ringattn.bench.common.result import Result
@@ -214,7 +214,7 @@ def test_an_estimate_chooses_a_tile_without_options(folders: Folders) -> None:
     forward, dkdv = compile_points(config, open_journal(config), pool, ignore_progress)
     assert tuned_options(forward.ranked.tiles[0]) and tuned_options(dkdv.ranked.tiles[-1])
     for compiled in (forward, dkdv):
-        estimate = estimated_entry(compiled)
+        estimate = table_entry(compiled)
         plain = [tile for tile in tile_candidates(compiled.point, 90) if not tuned_options(tile)]
         assert estimate.bound == max(
             compile_fine(ranking_job(compiled.point, tile, 90, 2)).bound or 0 for tile in plain
@@ -224,6 +224,12 @@ def test_an_estimate_chooses_a_tile_without_options(folders: Folders) -> None:
 
 def slow(tile: Tile) -> float:
     return 1e-3 * (tile.block_q + tile.block_k / 2 + tile.num_warps)
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, gpu: SimulatedGpu, budget: float = 1e9) -> None:
+    """Let tiles run on a simulated GPU, with ``budget`` seconds of its clock."""
+    monkeypatch.setattr(tune, "DeviceTrials", lambda *args: gpu)
+    monkeypatch.setattr(tune, "Budget", lambda seconds: Budget(budget if seconds < 1e10 else seconds, gpu.clock))
 
 
 def test_every_point_gets_an_even_share_of_the_remaining_budget(
@@ -237,15 +243,8 @@ def test_every_point_gets_an_even_share_of_the_remaining_budget(
         return SearchResult(None, {}, {}, False)
 
     monkeypatch.setattr(tune, "search", search)
-    budget = Budget(60.0, lambda: 0.0)
-    measure_points(
-        config,
-        compiled,
-        open_journal(config),
-        ignore_progress,
-        make_trials=lambda point: SimulatedGpu(slow),
-        budget=budget,
-    )
+    simulate(monkeypatch, SimulatedGpu(slow), 60.0)
+    measure_points(config, compiled, open_journal(config), ignore_progress)
     assert shares == pytest.approx([60.0 / points for points in range(len(compiled), 0, -1)])
 
 
@@ -258,8 +257,8 @@ def test_measured_tiles_become_the_defaults(folders: Folders, monkeypatch: pytes
     pool: Any = InlinePool(lambda job: replace(compile_fine(job), bound=-slow(job.tile)))
     compiled = compile_points(config, open_journal(config), pool, step)
     gpu = SimulatedGpu(slow, seconds_with_transfer=lambda tile: 2.0 * slow(tile))
-    budget = Budget(1e9, gpu.clock)
-    answers = measure_points(config, compiled, open_journal(config), step, make_trials=lambda point: gpu, budget=budget)
+    simulate(monkeypatch, gpu)
+    answers = measure_points(config, compiled, open_journal(config), step)
     assert not any(steps.values()), "a planned step was not reported"
     table = read_table(next(folders[0].glob("nvidia-h200*.json")))
     assert {entry.point for entry in table.entries} == {*config.points} == {answer.point for answer in answers}
@@ -285,9 +284,7 @@ def test_measured_tiles_become_the_defaults(folders: Folders, monkeypatch: pytes
 def test_unmeasured_points_keep_their_estimates(
     budget: float, measured: int, folders: Folders, everything_compiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = SimulatedGpu(slow)
-    monkeypatch.setattr(tune, "DeviceTrials", lambda *args: gpu)
-    monkeypatch.setattr(tune, "Budget", lambda seconds: Budget(budget if seconds < 1e10 else seconds, gpu.clock))
+    simulate(monkeypatch, SimulatedGpu(slow), budget)
     outcome = tune.tune(config_of(folders[0]), 1, ignore_progress)
     table = read_table(next(folders[0].glob("nvidia*.json")))
     assert len(table.entries) == len(outcome.rows) == len(TUNED_KERNELS)
@@ -304,7 +301,7 @@ def test_a_kernel_without_a_valid_tile_fails_the_run(folders: Folders, monkeypat
     assert outcome.failed == ["dq fp32 D16/16 group 2 full 64: no candidate passes"]
 
 
-def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> None:
+def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(folders[0], kernels=("forward",))
     compiled = compile_points(config, open_journal(config), InlinePool(), ignore_progress)  # type: ignore[arg-type]
     broken = compiled[0].ranked.tiles[1]
@@ -316,9 +313,9 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> No
             return super().find_error(tile)
 
     def measured(gpu: GpuSpec) -> Any:
-        how: dict[str, Any] = {"make_trials": lambda point: Breaks(slow), "budget": Budget(1e9, lambda: 0.0)}
-        return measure_points(replace(config, gpu=gpu), compiled, open_journal(config), ignore_progress, **how)
+        return measure_points(replace(config, gpu=gpu), compiled, open_journal(config), ignore_progress)
 
+    simulate(monkeypatch, Breaks(slow))
     with pytest.raises(torch.AcceleratorError):
         measured(H200)
     (entry,) = measured(H200)
@@ -327,13 +324,19 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> No
         measured(assumed_gpu(90, "NVIDIA H100 80GB HBM3"))
 
 
+@pytest.fixture
+def small_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check tiles with 70 tokens."""
+    monkeypatch.setattr(device_trials, "check_lengths", lambda point: (70, 23))
+
+
 @pytest.mark.parametrize(
     ("kernel", "mask"), [*zip(TUNED_KERNELS, ("full", "bounded", "full", "bounded", "full"), strict=True)]
 )
-def test_a_correct_tile_passes_and_is_timed(kernel: str, mask: str) -> None:
+def test_a_correct_tile_passes_and_is_timed(kernel: str, mask: str, small_check: None) -> None:
     # In fp16 the continued state has another dtype than the result.
     point = TuningPoint(kernel, "fp16", 16, 16, 2, mask, 40)
-    trials = DeviceTrials(point, replace(SHAPE, dtype="fp16"), CPU, check_tokens=70)
+    trials = DeviceTrials(point, replace(SHAPE, dtype="fp16"), CPU)
     tile = Tile(32, 16, 4, 1)
     assert trials.find_error(tile) is None
     reading = trials.run(tile)
@@ -356,11 +359,12 @@ def raise_out_of_resources(results: Any) -> Any:
     ("single_pass", "attention_gradients", add_error, r"error of dk is 0\.00\d*, but PyTorch's is "),
 ])  # fmt: skip
 def test_wrong_results_are_reported(
-    kernel: str, name: str, wrong: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kernel: str, name: str, wrong: Callable[[Any], Any], message: str, small_check: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     real = getattr(compile_, name)
     monkeypatch.setattr(compile_, name, lambda *args, **how: wrong(real(*args, **how)))
-    trials = DeviceTrials(TuningPoint(kernel, "fp32", 16, 16, 2, "full", 40), SHAPE, CPU, check_tokens=70)
+    trials = DeviceTrials(TuningPoint(kernel, "fp32", 16, 16, 2, "full", 40), SHAPE, CPU)
     assert re.match(message, str(trials.find_error(Tile(16, 16, 4, 1))))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn.bench.common import memory
-from ringattn.bench.common.cases import CaseUnavailableError, MeasuredNumber, case_result, relative_distance
+from ringattn.bench.common.cases import MeasuredNumber, UnavailableError, case_result, relative_distance
 from ringattn.bench.common.result import read_result
 from ringattn.bench.suite import device_cases
 from ringattn.kernels import dequantize, quantize
@@ -47,7 +47,7 @@ def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[st
         yield MeasuredNumber("error", worst, "", limit=1.0)
         assert read_result(file).rows[0]["value"] == worst  # the file is complete even if the case is killed later
         if missing:
-            raise CaseUnavailableError("no such library")
+            raise UnavailableError("no such library")
         yield MeasuredNumber("rate", 5.0, "GB/s")
 
     assert device_cases.main("x", partial(case, missing=False), CPU, str(file)) == 0

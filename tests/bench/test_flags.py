@@ -60,7 +60,7 @@ def test_flag_values_are_parsed() -> None:
     (flags.parse_device_kind, ("tpu",), "--device is 'tpu': it must be"),
     (flags.resolve_timer, ("cpu", "events"), "--timer is 'events': on cpu it must be clock"),
     (flags.resolve_timer, ("cuda", "sundial"), "on cuda it must be events or graph or clock"),
-    (flags.resolve_ring_timer, ("cuda", "graph"), "on cuda it must be events or clock"),
+    (flags.resolve_timer, ("cuda", "graph", flags.RING_TIMERS), "on cuda it must be events or clock"),
 ])  # fmt: skip
 def test_refusals(check: Callable[..., object], arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(typer.BadParameter) as refused:
@@ -70,7 +70,7 @@ def test_refusals(check: Callable[..., object], arguments: tuple[object, ...], m
 
 def test_default_key_heads_and_timers() -> None:
     assert flags.resolve_kv_heads(8, None) == 8 and flags.resolve_kv_heads(8, 2) == 2
-    assert [flags.resolve_ring_timer(kind, "") for kind in ("cpu", "cuda")] == ["clock", "events"]
+    assert [flags.resolve_timer(kind, "", flags.RING_TIMERS) for kind in ("cpu", "cuda")] == ["clock", "events"]
     flags.check_transport_flag("process_group", "cpu", 2)
 
 

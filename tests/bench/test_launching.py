@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +28,9 @@ from ringattn.bench.common.output import is_printing_rank
 from ringattn.bench.common.process_group import PORTS, delay_secondary_errors
 from ringattn.bench.common.ranks import JOB, LAUNCHERS, LaunchedRank, launched_rank
 from ringattn.bench.common.timing import StepTimer
+
+from ..support.nightly import rest_nightly
+from ..support.rank_ends import leave
 
 ROOT = Path(__file__).parents[2]
 GROUPS = 5
@@ -57,10 +59,10 @@ def test_rank_is_read_from_launcher_variables(
 
 def test_ranks_of_a_machine_share_cores(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags, "cores", lambda: 16)
-    assert [flags.resolve_threads(given, 8) for given in (None, 3)] == [2, 3]
+    assert flags.rank_threads(8) == 2
     for name, value in zip(LAUNCHERS[0], ("5", "8", "1", "4"), strict=True):
         monkeypatch.setenv(name, value)
-    assert flags.resolve_threads(None, 8) == 4
+    assert flags.rank_threads(8) == 4
 
 
 @pytest.mark.parametrize(
@@ -193,32 +195,20 @@ def test_the_failing_ranks_error_is_reported(capfd: pytest.CaptureFixture[str]) 
     assert printed.count("Traceback") == 1
 
 
-def leave(how: str, folder: str) -> None:
-    """End rank 1; rank 0 would run for minutes."""
-    assert launched_rank() is not None
-    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
-    if os.environ["RANK"] == "1":
-        while not Path(folder, "0").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else sys.exit(7)
-    time.sleep(300)
+ENDS = [("killed", "killed by SIGKILL"), ("exits", "exit code 7")]
 
 
-@pytest.mark.parametrize(("how", "message"), [("killed", "killed by SIGKILL"), ("exits", "exit code 7")])
+@pytest.mark.parametrize(("how", "message"), rest_nightly(ENDS, ENDS[0]))
 def test_a_rank_that_exits_ends_the_others(how: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match=f"rank 1: {message}"):
         launch_processes(2, leave, how, str(tmp_path))
     assert not any(Path("/proc", (tmp_path / rank).read_text()).exists() for rank in "01")
 
 
-def wait_for_ever(folder: str) -> None:
-    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
-    time.sleep(300)
-
-
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     code = (
-        f"from {__name__} import launch_processes, wait_for_ever; launch_processes(2, wait_for_ever, {str(tmp_path)!r})"
+        "from ringattn.bench.common.launching import launch_processes; from tests.support.rank_ends import leave; "
+        f"launch_processes(2, leave, '', {str(tmp_path)!r})"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while starter.poll() is None and not all((tmp_path / rank).exists() for rank in "01"):
@@ -259,11 +249,6 @@ def launched(launcher: str, *arguments: str) -> str:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def test_only_rank_0_prints_under_mpirun() -> None:
-    small = ["-b", "1k", "-e", "1k", "-n", "1", "-w", "0", "--beside", "none"]
-    assert launched("mpirun", "bench", "links", *small).count("0<->1") == 1
 
 
 LAUNCHED = {

@@ -21,7 +21,7 @@ from ringattn.bench import cli
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import run_process_group
 from ringattn.bench.common.result import Result, Row, read_result
-from ringattn.bench.common.timing import Samples, TimingTeam
+from ringattn.bench.common.timing import Samples
 from ringattn.bench.overlap import measure
 from ringattn.bench.overlap.measure import (
     BACKWARD,
@@ -55,7 +55,7 @@ def test_rate_of_the_slowed_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "Ring", lambda **_: nullcontext())
     monkeypatch.setattr(measure, "RankPasses", lambda *_: shard)
     monkeypatch.setattr(measure, "time_in_turns", lambda steps, clock, repeats: dict.fromkeys(steps, Samples((2.0,))))
-    monkeypatch.setattr(measure, "RankTeam", TimingTeam)
+    monkeypatch.setattr(measure, "RankTeam", lambda: SimpleNamespace(slowest_seconds=float))
     assert measure.link_speed(OverlapConfig(SMALL, ((2, 1, 1),)), 0.5, CPU) == 40 / (0.5 * 4)
 
 

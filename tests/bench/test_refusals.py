@@ -56,6 +56,7 @@ REFUSED = {
     "ring --transport nccl_one_sided --world 1": "is nccl_one_sided: it works on cuda, not on cpu",
     "ring --timer events": "timer is 'events': on cpu it must be clock",
     "ring --seqlen 1g": "fits",
+    "ring --device cpu --seqlen 16 --bytes-per-second 1m --world 1,2": "--world is 1",
     "timeline --seqlen 1": "--seqlen is 1: it must be at least 2",
     "timeline --trace /nowhere/at/all.json": "there is no folder /nowhere/at",
     "timeline --out a.gif": "a.gif is not a valid figure",
@@ -66,6 +67,7 @@ REFUSED_ON_A_GPU = {
     "links --ctas 4 --transport process_group": "--ctas cannot be used unless --transport includes nccl",
     "links --timer sundial": "on cuda it must be events or clock",
     "overlap --link-share 0.5": "--link-share cannot be used on a GPU",
+    "ring --bytes-per-second 1m": "--bytes-per-second slows down only transfers on the CPU. Set --device cpu.",
 }
 
 

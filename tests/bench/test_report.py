@@ -66,15 +66,6 @@ def test_refusals(flags: str, message: str, tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "run/report.html").exists()
 
 
-def test_an_unwritable_page_keeps_the_results(tmp_path: Path) -> None:
-    write(tmp_path, results=report_cases.suite())
-    assert command.write_report_or_reason(tmp_path) == str(tmp_path / "report.html")
-    write(tmp_path, results={"schema": "other"})
-    assert command.write_report_or_reason(tmp_path).startswith(
-        f"no report.html: ValueError: {tmp_path} has no file that a command wrote"
-    )
-
-
 def test_page_shows_provenance_failures_and_files_in_order(page: str) -> None:
     places = [
         page.index(text)

@@ -21,9 +21,8 @@ from ringattn.bench.common.ranks import LAUNCHERS, launched_rank
 from ringattn.bench.common.result import read_result
 from ringattn.bench.predict.links import PRESETS, ClusterLinks
 from ringattn.bench.predict.predicted_call import PredictedCall
-from ringattn.bench.predict.ring_time import predict_passes
+from ringattn.bench.predict.ring_time import predict_passes, predicted_timeline
 from ringattn.bench.predict.speed import gpu_speed
-from ringattn.bench.predict.timelines import predicted_timeline
 from ringattn.bench.timeline import command as timeline_bench
 from ringattn.bench.timeline import record
 from ringattn.bench.timeline.events import LANES, Event, Timeline, as_chrome, from_chrome, is_same_call

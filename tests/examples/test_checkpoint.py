@@ -163,19 +163,6 @@ REASONS = {
 """Reasons in the error. Damages that are not listed are found by the first step that reads them."""
 
 
-def test_rewritten_metadata_are_accepted(finished: Job, tmp_path: Path) -> None:
-    """Prove that rewriting alone is no reason for a refusal."""
-    shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
-    path = tmp_path / "runs" / "00000002"
-    (path / METADATA).write_bytes(pickle.dumps(torchs_metadata(path)))
-    assert len(resumed(replace(finished, checkpoint=str(path.parent))).losses) == 2
-
-
-def test_the_planted_command_runs_when_unpickled(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Command(tmp_path / "mark")))
-    assert (tmp_path / "mark").exists()
-
-
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_refused(name: str, finished: Job, tmp_path: Path) -> None:
     shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
@@ -265,13 +252,6 @@ def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
         if name != "00000300":  # 300 is not finished
             (tmp_path / name / METADATA).touch()
     assert find_latest(tmp_path) == tmp_path / "100000000"
-
-
-def test_a_run_continues_from_the_last_checkpoint(finished: Job, tmp_path: Path) -> None:
-    shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
-    whole = train_virtual_ranks(replace(TINY, steps=3), read_text(), 1)
-    run = train_virtual_ranks(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")), read_text(), 1)
-    assert len(run.seconds) == 1 and run.losses == whole.losses
 
 
 def test_entries_other_than_tensors_are_restored(tmp_path: Path) -> None:

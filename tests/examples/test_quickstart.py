@@ -12,25 +12,15 @@ import pytest
 from ringattn import LocalWorld
 from ringattn.examples.quickstart import largest_error
 
-from ..support.rank_processes import group_results
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 TOLERANCE = 1e-4
-
-
-def process_error(rank: int) -> float:
-    return largest_error()
 
 
 def test_one_device_and_virtual_ranks() -> None:
     assert largest_error() < TOLERANCE
     with LocalWorld(4) as world:
         assert max(world.run(largest_error)) < TOLERANCE
-
-
-def test_processes() -> None:
-    assert max(group_results(2, process_error)) < TOLERANCE
 
 
 def test_readme_shows_the_example() -> None:

@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Ring
+from ringattn.bench.common.attention import sdpa_attention
 from ringattn.bench.common.memory import PeakMemory, return_freed_memory
-from ringattn.bench.demo.compare import TrainingRecorder, TrainingRun, prepare_whole, pytorch_attention
+from ringattn.bench.demo.compare import TrainingRecorder, TrainingRun, prepare_whole
 from ringattn.examples import train
 from ringattn.examples.model import Decoder
 from ringattn.examples.train import (
@@ -54,7 +54,7 @@ def test_blockwise_losses_and_gradients_equal_the_plain_ones(block: int) -> None
         model = Decoder(layers=2, heads=4, kv_heads=2, head_dim=8, block=block)
         model.initialize(0)
         model.to(dtype)
-        losses = model(tokens, torch.arange(30), pytorch_attention, labels)
+        losses = model(tokens, torch.arange(30), sdpa_attention, labels)
         return [losses, *torch.autograd.grad(losses.sum(), [*model.parameters()])]
 
     names = ("losses", *(name for name, _ in Decoder(layers=2, heads=4, kv_heads=2, head_dim=8).named_parameters()))
@@ -102,13 +102,6 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
     other = r"another job: layers 2, here 1"
     with pytest.raises(JobError, match=other):
         train_virtual_ranks(replace(job, layers=1), read_text(), 1)
-
-
-def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
-    job = replace(TINY, checkpoint=str(tmp_path), steps=2)
-    first = train_virtual_ranks(job, read_text(), 1)
-    (tmp_path / "00000009").mkdir()
-    assert train_virtual_ranks(job, read_text(), 1).losses == first.losses
 
 
 @pytest.mark.nightly
@@ -232,67 +225,7 @@ def test_the_command_prints_the_last_loss_on_rank_0(
     assert ran == [(job, read_text()) if launched else (job, read_text(), 3)] and capsys.readouterr().out == printed
 
 
-@pytest.mark.parametrize("rank", range(6))
-def test_rows_and_tokens_of_every_rank_of_a_mesh(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split six rows over two rings of three ranks."""
-    row, place = divmod(rank, 3)
-    mesh = SimpleNamespace(get_local_rank={"data": row, "context": place}.__getitem__)
-    made: Any = []
-
-    class Mesh(SimpleNamespace):
-        def __getitem__(self, name: str) -> str:
-            return f"group {name}"
-
-    def device_mesh(*given: Any, **names: Any) -> Any:
-        made.append((given, names))
-        return Mesh(get_local_rank=mesh.get_local_rank)
-
-    def training(job: Job, text: bytes, device: torch.device, part: Any) -> Any:
-        made.append(part)
-        return SimpleNamespace(fit=lambda watch: (watch, text, device))
-
-    monkeypatch.setattr(train, "init_device_mesh", device_mesh)
-    monkeypatch.setattr(train, "Training", training)
-    monkeypatch.setattr(train, "Ring", lambda group, slots: made.append((group, slots)) or FakeRing())
+def test_rings_divide_the_ranks_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 6)
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    job = replace(TINY, seqlen=24, batch=6, data=2, layout="striped")
-    assert train_on_mesh(job, b"text", CPU, "watch") == ("watch", b"text", CPU)  # type: ignore[comparison-overlap, arg-type]
-    (shape, names), ring, part = made
-    assert (shape, names) == (("cpu", (2, 3)), {"mesh_dim_names": ("data", "context")})
-    assert ring == ("group context", 2)
-    assert (part.rank, part.rows, part.fully_sharded) == (rank, slice(3 * row, 3 * row + 3), True)
-    assert part.positions.tolist() == [*range(place, 24, 3)]
     with pytest.raises(JobError, match="--data is 4: it must divide the number of ranks, 6"):
         train_on_mesh(replace(TINY, data=4, batch=4), b"", CPU)
-
-
-class FakeRing:
-    size = 3
-
-    def __enter__(self) -> None:
-        """Open nothing."""
-
-    def __exit__(self, *_: object) -> None:
-        """Close nothing."""
-
-
-@pytest.mark.parametrize(("gpu", "device"), [(False, CPU), (True, torch.device("cuda", 3))])
-def test_a_process_trains_on_its_device_and_closes_its_group(
-    gpu: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-
-    def fails(job: Job, text: bytes, device: torch.device) -> Run:
-        calls.append((job, text, device))
-        raise JobError("no")
-
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda: calls.append("open"))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("close"))
-    monkeypatch.setattr(train, "train_on_mesh", fails)
-    with pytest.raises(JobError):
-        train.train_process(TINY, b"text")
-    assert calls == [*[device] * gpu, "open", (TINY, b"text", device), "close"]

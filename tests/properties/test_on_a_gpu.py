@@ -64,7 +64,7 @@ def test_suite_transfers_pass_on_the_stand_in(
     fabric = Fabric(install_streams(monkeypatch))
     install_nccl(monkeypatch, fabric)
     install_one_sided(monkeypatch, fabric)
-    monkeypatch.setattr(gpu_cases, "hold_stream", lambda seconds, transport: time.sleep(seconds))
+    monkeypatch.setattr(gpu_cases, "hold_stream", time.sleep)
     monkeypatch.setattr(gpu_cases, "SEGMENT", 1 << 16)
     monkeypatch.setattr(gpu_cases, "LARGE_BYTES", 1000)
     on_ranks(world, lambda group: case(opened(group), torch.device("cpu")))

@@ -31,7 +31,7 @@ SMALL: dict[Callable[..., Any], dict[str, Any]] = {
     accuracy.accuracy_case: {"dtype": "float16", "head_dim": 16, "head_dim_v": 16, "seqlen": 24, "heads": (2, 1),
                         "causal_worlds": (2,), "full_worlds": ()},
     speed.measure_targets: {"seconds": 0, "sizes": speed.TargetSizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
-    call_cases.measure_calls: {"transport": "local", "world": 2, "only": ("fp32, uneven", "Ulysses")},
+    call_cases.measure_calls: {"transport": "local", "world": 2, "call_names": ("fp32, uneven", "Ulysses")},
     gpu_cases.killed_rank_case: {"transport": "process_group"},
     device_cases.fp8_case: {"dtypes": ("float16",), "shapes": ((1, 130, 2, 8),)},
     device_cases.local_world_case: {

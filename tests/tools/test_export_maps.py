@@ -78,7 +78,7 @@ def test_it_passes_what_tritons_own_launcher_passes(
 ) -> None:
     library, record = export.recording()
     for kernel in export.kernels.values():
-        layout = read_parameter_layout((export.folder / kernel["cubin"]).read_bytes()).parameters
+        layout = read_parameter_layout((export.folder / kernel["cubin"]).read_bytes())[1]
         assert layout == [(parameter["offset"], parameter["size"]) for parameter in kernel["parameters"]]
     for case, calls in zip(CASES, triton_calls_by_config(export.config_name), strict=True):
         assert {*calls} == {*export.kernels}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -141,18 +141,18 @@ def export(config: ExportConfig, name: str) -> ExportedKernel:
             f"the {name} kernel needs {metadata.shared} bytes of shared memory, but sm_{config.arch} has {limit}"
         )
     arguments, inputs, maps = split_arguments(launch, size_symbols(config, name))
-    layout, threads = read_parameter_layout(cubin), required_threads(binary.asm["ptx"])
+    base, layout = read_parameter_layout(cubin)
     if metadata.global_scratch_size or metadata.profile_scratch_size or getattr(metadata, "num_ctas", 1) != 1:
         raise RuntimeError(f"the {name} kernel needs scratch memory or a cluster, which the launcher does not support")
-    expected = parameter_offsets(arguments, layout.base)
-    if layout.parameters != expected:
+    expected = parameter_offsets(arguments, base)
+    if layout != expected:
         raise RuntimeError(
-            f"the {name} kernel takes parameters at (offset, bytes) {layout.parameters}, but its launcher would pass "
-            f"{expected}"
+            f"the {name} kernel takes parameters at (offset, bytes) {layout}, but its launcher would pass {expected}"
         )
     return ExportedKernel(
-        name, metadata.name, cubin, arguments, inputs, maps, tuple(layout.parameters), threads, tile, metadata.shared
-    )
+        name, metadata.name, cubin, arguments, inputs, maps, tuple(layout), required_threads(binary.asm["ptx"]), tile,
+        metadata.shared,
+    )  # fmt: skip
 
 
 def compiled_launch(config: ExportConfig, name: str) -> RecordedLaunch:
@@ -299,21 +299,14 @@ PARAMETER = re.compile(
 BANK = re.compile(r"EIATTR_PARAM_CBANK.*?Value:\s*0x[0-9a-f]+ 0x([0-9a-f]+)", re.DOTALL)
 
 
-class ParameterLayout(NamedTuple):
-    """Layout of the parameters of a binary."""
-
-    base: int  # start of the parameters in their constant bank
-    parameters: list[tuple[int, int]]  # (offset, bytes) in order
-
-
-def read_parameter_layout(cubin: bytes) -> ParameterLayout:
-    """Read the layout of a kernel's parameters from its cubin."""
+def read_parameter_layout(cubin: bytes) -> tuple[int, list[tuple[int, int]]]:
+    """Return the start of a kernel's parameters in their constant bank, and (offset, bytes) of each parameter."""
     text = run_binary_tool("cuobjdump", "-elf", cubin=cubin)
     bank = BANK.search(text)
     assert bank is not None
     layout = sorted(tuple(int(number, 16) for number in entry) for entry in PARAMETER.findall(text))
     # the low half of the word is the start, the high half the number of bytes
-    return ParameterLayout(int(bank[1], 16) & 0xFFFF, [(offset, size) for _, offset, size in layout])
+    return int(bank[1], 16) & 0xFFFF, [(offset, size) for _, offset, size in layout]
 
 
 # the manifest

@@ -108,7 +108,7 @@ def by_name(names: list[str], values: list[Any]) -> dict[str, Any]:
 def launched(library: ctypes.CDLL, made: Any, programs: int, arguments: list[Any], version: int) -> dict[str, Any]:
     """Launch on the recording driver and return what arrives there."""
     record = Record.in_dll(library, "record")
-    record.expect([size for _, size in read_parameter_layout(made.asm["cubin"]).parameters], version)
+    record.expect([size for _, size in read_parameter_layout(made.asm["cubin"])[1]], version)
     before = record.launches
     launcher = CudaLauncher(made.src, made.metadata)
     launcher(programs, 1, 1, STREAM, 2, made.packed_metadata, None, None, None, *arguments)
