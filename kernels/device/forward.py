@@ -179,6 +179,7 @@ def forward_tile(
     if row_max is not None:
         max_ptrs = row_max + head_row_offset(batch, heads, shape) + offs_q
         earlier = tl.load(max_ptrs, mask=offs_q < shape.rows, other=float("-inf"))
+        tl.debug_barrier()  # updated in place: all threads must have loaded it
         tl.store(max_ptrs, tl.maximum(earlier, m_i * LN_2), mask=offs_q < shape.rows)
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that has seen no key gets out = 0, lse = -inf
     if modifiers.counter is not None:

@@ -262,6 +262,7 @@ def store_output(
     if row_max is not None:
         max_pointers = row_max + (batch * shape.heads + head) * shape.rows + offs
         earlier = gl.load(max_pointers, mask=inside, other=float("-inf"))
+        tl.debug_barrier()  # updated in place: all threads must have loaded it
         gl.store(max_pointers, gl.maximum(earlier, softmax.m_i * LN_2), mask=inside)
     l_safe = gl.where(softmax.l_i == 0.0, 1.0, softmax.l_i)  # a row that has seen no key gets out = 0, lse = -inf
     new_lse = gl.where(softmax.l_i == 0.0, float("-inf"), (softmax.m_i + gl.log2(l_safe)) * LN_2)
