@@ -214,8 +214,8 @@ class DotProductAttention(nn.Module):
             return_max_logits=self.return_max_logit,
         )
         if checkpoint_core_attention:
-            return cast(Any, checkpoint(attention, query, key, value, use_reentrant=False))
-        return cast(Any, attention(query, key, value))
+            return cast(Tensor, checkpoint(attention, query, key, value, use_reentrant=False))
+        return cast(Tensor, attention(query, key, value))
 
     def _check_heads(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size

@@ -212,8 +212,10 @@ def ring_attention(
         for name, value in (("q", q), ("k", k), ("v", v), *args._asdict().items()):
             check_not_dtensor(name, value)
         q, k, v = autocast_inputs(q, k, v)
-        out, lse, max_logits = call_forward_op(q, k, v, args, ring, group)
-        return _chosen_results(out, lse if return_lse else None, max_logits if args.return_max_logits else None)
+        traced = call_forward_op(q, k, v, args, ring, group)
+        return _chosen_results(
+            traced[0], traced[1] if return_lse else None, traced[2] if args.return_max_logits else None
+        )
     device = call_device(q, k, v)
     ranks = resolve_call_ranks(group, device, ring)
     with ranks._call_guard(device):
@@ -228,10 +230,10 @@ def ring_attention(
         if call.exchange is not None:
             q, k, v = call.exchange.gather_tokens(call.exchange_number, q, k, v)
     # Outside the guard, because saved-tensor hooks raise on purpose: checkpointing stops its recomputation that way.
-    out, lse, max_logits, _ = RingAttention.apply(None, q, k, v, *pack_call_handle(call))  # type: ignore[no-untyped-call]
-    lse = lse if return_lse else None
+    results: Any = RingAttention.apply(None, q, k, v, *pack_call_handle(call))  # type: ignore[no-untyped-call]
+    out, lse, max_logits = results[0], results[1] if return_lse else None, results[2]
     if call.exchange is not None:
-        del q, k, v  # free memory for the exchange
+        del q, k, v, results  # free memory for the exchange
         out, lse, max_logits = call.exchange.gather_heads(out, lse, max_logits)
     return _chosen_results(out, lse, max_logits if call.args.return_max_logits else None)
 
@@ -241,4 +243,4 @@ def _chosen_results(
 ) -> torch.Tensor | Pair | Triple:
     """Return the results that are not None: ``out`` alone, or a tuple."""
     results: Any = (out, *(x for x in (lse, max_logits) if x is not None))
-    return results if len(results) > 1 else out  # type: ignore[no-any-return]
+    return results if len(results) > 1 else out

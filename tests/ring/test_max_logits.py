@@ -24,7 +24,7 @@ from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS, case_of
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-MAX = {"return_max_logits": True}
+MAX: dict[str, Any] = {"return_max_logits": True}
 ROWS: dict[str, Any] = {
     "key_mask": torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(3)) < 0.6,
     "leftpad_k": [5, 0],
