@@ -12,7 +12,7 @@ from torch import Tensor
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.reference.masks import add_head_dim, evaluate_masks
-from ringattn.reference.scores import AttentionOptions, apply_score_options
+from ringattn.reference.scores import AttentionOptions, alibi_bias, apply_score_options
 from ringattn.reference.tensors import scale_or_default
 from ringattn.ring.buffers import chunk_runs
 from ringattn.ring.prepare import Layouts, mask_from_options
@@ -233,8 +233,9 @@ def _max_logits(case: RingCase, rows: Tensor, whole: dict[str, Tensor]) -> tuple
     # Kernels convert a score to base 2 and back, which takes four roundings of half a step. Above a quarter of the
     # cap, the error of tanh is relative to the cap.
     terms = largest(torch.float64, absolute=True) * (12 if options.get("softcap") else 3)
-    if (slopes := options.get("alibi_slopes")) is not None:
-        terms = terms + 3 * slopes.max() * (rows[:, None] - columns).abs().max()
+    slopes = options.get("alibi_slopes")
+    if slopes is not None and (bias := alibi_bias(slopes, rows, columns)).numel():
+        terms = terms + 3 * bias.abs().max()
     return largest(torch.float64), largest(torch.float32), terms.clamp(min=0)
 
 
