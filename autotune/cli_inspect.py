@@ -35,8 +35,8 @@ def inspect(
 
     Words: a kernel (forward, dq, dkdv, single_pass, single_pass_deterministic, hopper, hopper_backward, delta, reduce,
     quantize, dequantize), a role in the ring (only, first, middle, last), full or bounded, gqa or mha, features
-    (softcap, alibi, dropout, seqused_k, block_sparse), a tile (128x64x8x2: queries, keys, warps, stages), fields of
-    KernelConfig (order=longest). All combinations that match the words are compiled.
+    (softcap, alibi, dropout, seqused_k, block_sparse, max_logits), a tile (128x64x8x2: queries, keys, warps, stages),
+    fields of KernelConfig (order=longest). All combinations that match the words are compiled.
 
     Bounds are in percent of tensor-core peak. The ceiling assumes perfect overlap. The bound assumes that the warps of
     a block run in step, so that only another block can fill their gaps. GPUs of AMD, such as gfx942, get no bound.

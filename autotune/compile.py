@@ -34,7 +34,7 @@ from ..kernels import (
     hopper_backward_launch,
     hopper_forward_launch,
 )
-from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS, delta_warps
+from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS, ForwardLauncher, delta_warps
 from ..kernels.bounds import BlockSparseIndex
 from ..kernels.checks import MAX_HEAD_DIM
 from ..kernels.config import MIN_TILE_SIDE, built_in_config, single_pass_tile
@@ -153,7 +153,10 @@ ROLES = {
     "last": Role(carried=True, in_place=False, final=True),
 }
 FEATURES = ("softcap", "alibi", "dropout", "seqused_k", "block_sparse")
-"""Optional features of a launch besides bounds."""
+"""Optional features of a launch besides bounds, which add code to its loop."""
+
+MAX_LOGITS = "max_logits"
+"""Feature of the forward that adds no code to its loop."""
 
 ATTENTION = ("forward", "dq", "dkdv", *SINGLE_PASS_KERNELS)
 FP8 = ("quantize", "dequantize")
@@ -197,7 +200,7 @@ class KernelVariant:
     role: str = "middle"  # one of ROLES
     full: bool = False  # no bounds
     grouped: bool = True  # several query heads per key head
-    features: tuple[str, ...] = ()  # enabled ones of FEATURES
+    features: tuple[str, ...] = ()  # enabled ones of FEATURES and MAX_LOGITS
     options: OptionItems = ()  # fields of KernelConfig, except tiles, that are not the default
     sizes: CallSizes | None = None
 
@@ -276,6 +279,9 @@ def call_entry(
     }
     if kernel == "forward":
         state = (make_tensor("state", *dout.shape), lse) if role.carried else None
+        if MAX_LOGITS in variant.features:
+            launcher = ForwardLauncher(q, dim**-0.5, shared["config"], state, max_logits=True)
+            return launcher.fold(k, v, shared["bounds"], scores=shared["scores"], final=role.final)
         return attention_forward(q, k, v, state=state, final=role.final, **shared)
     inputs = dout, q, k, v, lse, make_tensor("delta", *lse.shape)
     if kernel == "dq":
@@ -355,13 +361,14 @@ def parse_variants(spec: str) -> list[KernelVariant]:
     arch, dtype, dims, words = _parse_spec(spec)
     plain = [word for word in words if "=" not in word]
     options = parse_options([word for word in words if "=" in word])
-    features = tuple(word for word in plain if word in FEATURES)
+    features = tuple(word for word in plain if word in (*FEATURES, MAX_LOGITS))
     tiles = [word for word in plain if word[:1].isdecimal()]
     tile = parse_tile_word(tiles[-1]) if tiles else None
     for field in ("forward_kernel", "backward"):
         if tile is None and (field, "hopper") in options:
             tile = hopper_tile(field, dims[0])
     required = {*plain} - {*features, *tiles}
+    required |= {"forward"} if MAX_LOGITS in features else set()
     selected: list[KernelVariant] = []
     reasons: list[str] = []
     for variant in default_variants(arch, dtype, *dims, tile):
@@ -404,7 +411,7 @@ def _parse_spec(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
         if word in words:
             words += [kernel, *(f"{name}={value}" for name, value in options)]
     words = [word for word in words if word not in HOPPER]
-    allowed_words = [*ROLES, *KERNELS, *HOPPER, *FEATURES, *MASKS, *HEADS]
+    allowed_words = [*ROLES, *KERNELS, *HOPPER, *FEATURES, MAX_LOGITS, *MASKS, *HEADS]
     for name, value, allowed in (
         ("arch", arch, [*archs]),
         ("dtype", dtype, [*DTYPES]),

@@ -77,13 +77,15 @@ def attend_format(
     attention_mask: Tensor | None = None,
     bottom_right: bool | None = None,
     contiguous: bool = False,
+    return_max_logits: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """Compute attention of this rank's tokens in one of TransformerEngine's tensor formats.
 
     The result has heads and head dim in one dimension. Rows of padding are 0, and so are the gradients through them.
     ``boundaries`` on a GPU cost one synchronisation per call, because the schedule is built on the host. An
-    ``attention_mask`` on a GPU costs another one. ``options`` are arguments of ``ring_attention``.
+    ``attention_mask`` on a GPU costs another one. ``options`` are arguments of ``ring_attention``. With
+    ``return_max_logits`` return a tuple of the result and ``max_logits``, to which padding does not contribute.
     """
     mask_type = MASK_TYPES.get(attn_mask_type)
     if mask_type is None:
@@ -97,6 +99,7 @@ def attend_format(
             )
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     is_padding: Tensor | None
+    lengths: tuple[int, ...] | None = None
     q, k, v = (_batch_first(x, qkv_format) for x in (query, key, value))
     rows, host = q.shape[1], _boundaries_on_host(boundaries)
     if qkv_format == "thd":
@@ -116,11 +119,27 @@ def attend_format(
     options["align"] = None if layout == kv_layout else "bottom-right" if aligned else "top-left"
     _check_mask(attention_mask, mask_type.causal, layout.positions(rank), kv_layout.seqlen)
     options |= {"causal": mask_type.causal, "window_size": window, "layout": layout, "group": group}
-    out = ring_attention(q, k, v, kv_layout=None if kv_layout == layout else kv_layout, **options)
+    if return_max_logits:
+        options |= {"return_max_logits": True}
+        if is_padding is not None:
+            options |= _hide_padding(options["cu_seqlens"] if qkv_format == "thd" else None, lengths, kv_layout.seqlen)
+    result = ring_attention(q, k, v, kv_layout=None if kv_layout == layout else kv_layout, **options)
+    out, max_logits = result if isinstance(result, tuple) else (result, None)
     if is_padding is not None:
         out = out.masked_fill(is_padding[..., None, None], 0)
     out = pad(out.flatten(2), (0, 0, 0, rows - out.shape[1]))
-    return out.transpose(0, 1).contiguous() if qkv_format == "sbhd" else out[0] if qkv_format == "thd" else out
+    out = out.transpose(0, 1).contiguous() if qkv_format == "sbhd" else out[0] if qkv_format == "thd" else out
+    return out if max_logits is None else (out, max_logits)
+
+
+def _hide_padding(cu_seqlens: tuple[int, ...] | None, lengths: tuple[int, ...] | None, tokens: int) -> dict[str, Any]:
+    """Return the masks with which queries in padding see no key.
+
+    ``cu_seqlens`` are those of a packing, and ``lengths`` the numbers of real tokens of each row; one of them is None.
+    """
+    rows = [cu_seqlens] if lengths is None else [(0, length, tokens) for length in lengths]
+    numbers = [torch.searchsorted(torch.tensor(row), torch.arange(tokens), right=True) for row in rows]
+    return {"cu_seqlens": [[*row] for row in rows if row is not None], "key_mask": torch.stack(numbers) % 2 == 1}
 
 
 def _batch_first(x: Tensor, qkv_format: str) -> Tensor:

@@ -10,7 +10,7 @@ A custom provider defines ``def core_attention(self): return RingCoreAttention``
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -26,8 +26,6 @@ from .. import single_rank
 from .formats import Boundaries, attend_format, check_comm_type, check_softmax_type, softmax_sink
 
 UNSUPPORTED_CONFIG = {
-    "qk_clip": "the kernels do not return the largest score",
-    "log_max_attention_logit": "the kernels do not return the largest score",
     "fp8_dot_product_attention": "attention runs in the dtype of its inputs",
     "fp8_multi_head_attention": "attention runs in the dtype of its inputs",
     "batch_invariant_mode": "the kernels of that mode are not used",
@@ -46,6 +44,9 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
     The softmax always runs in fp32, so ``attention_softmax_in_fp32`` and ``apply_query_key_layer_scaling`` change
     nothing. The dropout mask depends on the global head index over all tensor-parallel ranks, and on a seed that the
     first context-parallel rank draws from torch's CPU generator.
+
+    With ``qk_clip`` or ``log_max_attention_logit``, ``current_max_attn_logits`` keeps the largest score of each head
+    over all ranks of the context-parallel group, as in ``TEDotProductAttention``.
 
     The module supports training only. Inference contexts raise where the module can see them. Dynamic batching
     bypasses the module.
@@ -92,6 +93,8 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window_size = config.window_size if has_window else None
+        self.has_max_logits = any(getattr(config, name, False) for name in ("qk_clip", "log_max_attention_logit"))
+        self.current_max_attn_logits: Tensor | None = None  # since the last `clip_qk`
         self.softmax_offset: nn.Parameter | None = None
         if check_softmax_type(config.softmax_type) == "learnable":
             on_host = config.use_cpu_initialization or not torch.cuda.is_available()
@@ -141,7 +144,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
             group = _micro_batch_group(packed, group)
         if qkv_format == "thd":  # as Megatron-core does for TransformerEngine
             name = {"causal": "padding_causal", "no_mask": "padding"}.get(name, name)
-        return attend_format(
+        result = attend_format(
             query,
             key,
             value,
@@ -155,7 +158,14 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
             learnable_sink=softmax_sink(self.config.softmax_type, self.softmax_offset, query),
             dropout_p=self.attention_dropout if self.training else 0.0,
             first_head=self.tp_group.rank() * query.shape[-2],
+            return_max_logits=self.has_max_logits,
         )
+        if not self.has_max_logits:
+            return cast(Tensor, result)
+        out, largest = result
+        earlier = self.current_max_attn_logits
+        self.current_max_attn_logits = largest if earlier is None else torch.maximum(earlier, largest)
+        return cast(Tensor, out)
 
     sharded_state_dict = DotProductAttention.sharded_state_dict
 

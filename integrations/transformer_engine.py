@@ -74,10 +74,6 @@ class DotProductAttention(nn.Module):
         super().__init__()
         if attention_type not in ("self", "cross"):
             raise ValueError(f"attention_type is {attention_type!r}: it must be 'self' or 'cross'")
-        if return_max_logit:
-            raise NotImplementedError(
-                "return_max_logit is True: it must be False, because the kernels do not return the largest score"
-            )
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         self.kv_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         self.tp_size = tp_size
@@ -95,7 +91,7 @@ class DotProductAttention(nn.Module):
         self.window_size, self.bottom_right_diagonal, self.softcap = window_size, bottom_right_diagonal, softcap
         self.attention_type, self.layer_number, self.name = attention_type, layer_number, name
         self.softmax_scale = self.kv_channels[0] ** -0.5 if softmax_scale is None else softmax_scale
-        self.softmax_type = check_softmax_type(softmax_type)
+        self.softmax_type, self.return_max_logit = check_softmax_type(softmax_type), bool(return_max_logit)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         offset = torch.zeros(num_attention_heads // self.tp_size, device=device)
         self.softmax_offset = nn.Parameter(offset) if softmax_type == "learnable" else None
@@ -171,12 +167,13 @@ class DotProductAttention(nn.Module):
         qkv_interleave_dim: int = -3,
         thd_attention_policies: Any = None,
         thd_attention_policy_dispatch: str = "auto",
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return ``[..., h * dv]`` for this rank's tokens ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``.
 
         ``cu_seqlens_*`` are boundaries of the whole sequence. On a GPU they cost one synchronisation per call, CPU
         tensors cost none. ``max_seqlen_q``, ``max_seqlen_kv`` and ``fast_zero_fill`` are hints for TransformerEngine's
-        kernels and change nothing. Rows of padding are 0.
+        kernels and change nothing. Rows of padding are 0. With ``return_max_logit`` the result is a tuple with the
+        largest score of each head over all ranks of ``cp_group``, fp32 ``[h]``.
         """
         refused = {
             "core_attention_bias": core_attention_bias, "inference_params": inference_params, "fp8_output": fp8_output,
@@ -214,10 +211,11 @@ class DotProductAttention(nn.Module):
             alibi_slopes=alibi_slopes,
             dropout_p=self.attention_dropout if self.training else 0.0,
             first_head=0 if self.tp_group is None else self.tp_group.rank() * query.shape[-2],
+            return_max_logits=self.return_max_logit,
         )
         if checkpoint_core_attention:
             return cast(Tensor, checkpoint(attention, query, key, value, use_reentrant=False))
-        return attention(query, key, value)
+        return cast(Tensor, attention(query, key, value))
 
     def _check_heads(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size

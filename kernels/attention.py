@@ -64,9 +64,14 @@ def delta_warps(head_dim_v: int) -> int:
 class ForwardLauncher(QueryLauncher):
     """Forward of one query tensor over one key shard after another; the kernel updates the softmax state."""
 
-    def __init__(self, q: Tensor, softmax_scale: float, config: KernelConfig | None, state: Pair | None = None) -> None:
+    def __init__(
+        self, q: Tensor, softmax_scale: float, config: KernelConfig | None, state: Pair | None = None,
+        max_logits: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(q, softmax_scale, config)
-        self._state = state
+        self._state, self._row_max = state, None
+        if max_logits:
+            self._row_max = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
         """Add the keys and values of one shard to the state."""
@@ -85,7 +90,9 @@ class ForwardLauncher(QueryLauncher):
             v,
             lambda: runs_hopper_forward(q, k, v, bounds, scores, plan.tile, requested=self._config is not None),
         ):
-            launch_hopper_forward(q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._descriptors)
+            launch_hopper_forward(
+                q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._descriptors, self._row_max
+            )
             return
         q_rows, k_rows = None if plan.shape.packed else plan.tile.block_q, plan.tile.block_k
         for columns in plan.value_parts:
@@ -99,7 +106,7 @@ class ForwardLauncher(QueryLauncher):
                 forward_kernel, plan.grid, q.device,
                 *first, self._cached_carried(state), self._cached_carried(part),
                 lse if is_last or out is None else lse.clone(),
-                mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores), *second,
+                mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores), *second, self._row_max,
                 HAS_STATE=out is not None, IN_PLACE=in_place, **plan.options | {"HEAD_DIM_V": v_part.shape[3]},
             )  # fmt: skip
 
@@ -107,6 +114,12 @@ class ForwardLauncher(QueryLauncher):
         """Return ``(out, lse)`` after the final shard."""
         assert self._state is not None
         return self._state
+
+    def max_logits(self) -> Tensor:
+        """Return the largest score of each head so far, fp32 ``[H]``; -inf for a head that has seen no key."""
+        row_max = self._row_max
+        assert row_max is not None, "max_logits was False"
+        return row_max.amax((0, 2)) if row_max.numel() else row_max.new_full(row_max.shape[1:2], -torch.inf)
 
 
 class BackwardLauncher(QueryLauncher):

@@ -135,7 +135,7 @@ def check_forward_tile(head_dim: int, tile: Tile) -> None:
 
 def launch_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, out: Tensor, lse: Tensor, bounds: Bounds,
-    softmax_scale: float, tile: Tile, descriptors: TensorCache,
+    softmax_scale: float, tile: Tile, descriptors: TensorCache, row_max: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch the Hopper forward for a hop for which :func:`runs_hopper_forward` returned True."""
     from .hopper.forward import hopper_kernel  # importing Gluon is slow, and only this kernel needs it
@@ -146,7 +146,7 @@ def launch_hopper_forward(
         descriptors(q, CONSUMER_ROWS), descriptors(k, tile.block_k), descriptors(v, tile.block_k),
         out_arg if state is None or state is out else strided_tensor(state), out_arg, lse, mask_interval(bounds),
         launch_shape(q, k),
-        softmax_scale,
+        softmax_scale, row_max,
         HEAD_DIM=q.shape[3], BLOCK_K=tile.block_k, SLOTS=tile.num_stages, HAS_STATE=state is not None,
         num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip

@@ -286,6 +286,7 @@ class AttentionArgs(NamedTuple):
         Literal["top-left", "bottom-right"] | None,
         ArgSpec("str? align", kind=optional(word_choice("top-left", "bottom-right"))),
     ] = None
+    return_max_logits: Annotated[bool, ArgSpec("bool return_max_logits", kind=FLAG)] = False
     backend: Annotated[
         str | LocalAttention,
         # an object becomes text, which the op refuses, because a graph cannot hold objects
@@ -304,7 +305,7 @@ _KINDS = {name: entry.kind for name, entry in ARG_SPECS.items() if entry.kind is
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of ``ring_attention``, for type checkers."""
+    """Keyword arguments of ``ring_attention`` that do not change the type of its result, for type checkers."""
 
     layout: LayoutLike
     ring: Ring | None
@@ -336,7 +337,7 @@ KEYWORD_ALIASES = {
     "is_causal": "causal", "scale": "softmax_scale", "sm_scale": "softmax_scale", "process_group": "group",
     "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "seqlens_k": "seqused_k", "dropout": "dropout_p",
     "window": "window_size", "sinks": "learnable_sink", "s_aux": "learnable_sink", "logits_soft_cap": "softcap",
-    "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse",
+    "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse", "return_max_logit": "return_max_logits",
     "attn_mask": "causal, window_size, cu_seqlens, key_mask or block_mask", "attention_mask": "key_mask",
     "key_padding_mask": "key_mask", "attn_bias": "alibi_slopes",
 }  # fmt: skip

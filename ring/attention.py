@@ -20,23 +20,50 @@ from .ring import Ring, call_device
 from .schedule.layout import LayoutLike
 from .schedule.mask import BlockMask, Longformer
 
-
-@overload
-def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
-) -> torch.Tensor: ...
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @overload
 def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False, **options: Unpack[Options],
+) -> torch.Tensor: ...  # fmt: skip
 
 
 @overload
 def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[Options]
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
+    return_max_logits: Literal[False] = False, **options: Unpack[Options],
+) -> Pair: ...  # fmt: skip
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool,
+    return_max_logits: Literal[False] = False, **options: Unpack[Options],
+) -> torch.Tensor | Pair: ...  # fmt: skip
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False,
+    return_max_logits: Literal[True], **options: Unpack[Options],
+) -> Pair: ...  # fmt: skip
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
+    return_max_logits: Literal[True], **options: Unpack[Options],
+) -> Triple: ...  # fmt: skip
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, return_max_logits: bool,
+    **options: Unpack[Options],
+) -> torch.Tensor | Pair | Triple: ...  # fmt: skip
 
 
 def ring_attention(
@@ -67,10 +94,11 @@ def ring_attention(
     kv_layout: LayoutLike = None,
     align: Literal["top-left", "bottom-right"] | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | LocalAttention = "auto",
     config: KernelConfig | None = None,
     **unknown: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | Pair | Triple:
     """Compute exact attention of this rank's queries over the keys of all ranks: ``softmax(scale * q k^T) v``.
 
     Ring Attention (Liu et al., arXiv:2310.01889): K/V visit one rank after the other while each rank computes. The
@@ -139,6 +167,8 @@ def ring_attention(
             last query sees all keys (``causal`` of FlashAttention since 2.1). ``top-left``: query i is at key position
             i. None: different lengths need a ``kv_layout``.
         return_lse: also return ``lse``, which is differentiable.
+        return_max_logits: also return ``max_logits``, for QK-clip. It has no gradient. Ranks exchange it after the
+            forward, one fp32 number per head. On the CPU, ``out`` may then differ in its last bits.
         backend: ``triton`` (GPU; on the CPU only under Triton's interpreter), ``aten`` (CPU: PyTorch's own
             flash-attention operator), ``auto``, a kernel of another project (``flash``, ``cudnn``, ``fa3``, ``fa4``:
             see docs/kernels.md), a name given to :func:`register_backend`, or a :class:`LocalAttention`.
@@ -149,6 +179,12 @@ def ring_attention(
         ``out [B, S, H, Dv]`` in q's dtype; with ``return_lse`` also ``lse [B, H, S]``, fp32, natural logarithm. A row
         that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink, ``lse`` is the sink). On the CPU ``lse`` of
         float16 and bfloat16 may be off by 1e-4, because PyTorch's operator approximates the exponential.
+
+        With ``return_max_logits``, the last result is ``max_logits [H]``, fp32, equal on all ranks: for each head of q
+        the largest score of all visible pairs, over the batch and the whole sequence. The score is that of the softmax,
+        as in TransformerEngine: ``softmax_scale * q k^T``, after ``softcap`` and ALiBi, without the sink and before
+        dropout. With a softcap it is therefore at most the cap. A head that sees no key has -inf, and a head with a
+        NaN in ``lse`` has NaN.
 
     If ``cu_seqlens``, ``key_mask`` or ``leftpad_k`` let batch rows see different keys, the rows are packed into one
     sequence, each as its own document. Hidden keys are not sent. Rounding of ``out`` and the positions that dropout
@@ -176,8 +212,10 @@ def ring_attention(
         for name, value in (("q", q), ("k", k), ("v", v), *args._asdict().items()):
             check_not_dtensor(name, value)
         q, k, v = autocast_inputs(q, k, v)
-        out, lse = call_forward_op(q, k, v, args, ring, group)
-        return (out, lse) if return_lse else out
+        traced = call_forward_op(q, k, v, args, ring, group)
+        return _chosen_results(
+            traced[0], traced[1] if return_lse else None, traced[2] if args.return_max_logits else None
+        )
     device = call_device(q, k, v)
     ranks = resolve_call_ranks(group, device, ring)
     with ranks._call_guard(device):
@@ -192,9 +230,17 @@ def ring_attention(
         if call.exchange is not None:
             q, k, v = call.exchange.gather_tokens(call.exchange_number, q, k, v)
     # Outside the guard, because saved-tensor hooks raise on purpose: checkpointing stops its recomputation that way.
-    out, lse, _ = RingAttention.apply(None, q, k, v, *pack_call_handle(call))  # type: ignore[no-untyped-call]
-    results: tuple[Any, ...] = (out, lse) if return_lse else (out,)
+    results: Any = RingAttention.apply(None, q, k, v, *pack_call_handle(call))  # type: ignore[no-untyped-call]
+    out, lse, max_logits = results[0], results[1] if return_lse else None, results[2]
     if call.exchange is not None:
-        del q, k, v  # free memory for the exchange
-        results = call.exchange.gather_heads(*results)
-    return results if return_lse else results[0]
+        del q, k, v, results  # free memory for the exchange
+        out, lse, max_logits = call.exchange.gather_heads(out, lse, max_logits)
+    return _chosen_results(out, lse, max_logits if call.args.return_max_logits else None)
+
+
+def _chosen_results(
+    out: torch.Tensor, lse: torch.Tensor | None, max_logits: torch.Tensor | None
+) -> torch.Tensor | Pair | Triple:
+    """Return the results that are not None: ``out`` alone, or a tuple."""
+    results: Any = (out, *(x for x in (lse, max_logits) if x is not None))
+    return results if len(results) > 1 else out

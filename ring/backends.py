@@ -14,7 +14,7 @@ from ..kernels import KernelConfig, Scores
 from .buffers import Heads, Pair
 from .local.operators import OperatorAttention
 from .local.protocol import FEATURES, LocalAttention, LocalBackward, LocalForward
-from .local.rectangles import MergedForward, check_forward, check_result, row_dot
+from .local.rectangles import MergedForward, check_forward, check_max_logits, check_result, row_dot
 from .local.registry import check_supports
 from .schedule.mask import Mask
 
@@ -37,6 +37,7 @@ def check_kernel_features(
         "alibi_slopes": scores.alibi_slopes is not None,
         "dropout_p": scores.dropout_p > 0,
         "learnable_sink": args.learnable_sink is not None,
+        "return_max_logits": args.return_max_logits,
         "backward": bool(has_backward),
         "config": args.config is not None,
     }
@@ -45,17 +46,24 @@ def check_kernel_features(
 
 def forward_backends(
     kernel: LocalAttention, groups: Sequence[Heads], q: Tensor, *, softmax_scale: float,
-    config: KernelConfig | None = None, start: Pair | None = None,
+    config: KernelConfig | None = None, start: Pair | None = None, max_logits: bool = False,
 ) -> list[LocalForward]:  # fmt: skip
-    """Begin a forward per group of heads, in order. ``start`` is the fp32 state ``(out, lse)`` before the first key."""
+    """Begin a forward per group of heads, in order. ``start`` is the fp32 state ``(out, lse)`` before the first key.
+
+    With ``max_logits``, the forwards also keep the largest score of each head.
+    """
     parts: list[tuple[Tensor, Pair | None]] = [(q[:, :, heads.q], None) for heads in groups]
     if start is not None:
         out, lse = start
         parts = [(q[:, :, heads.q], (out[:, :, heads.q], lse[:, heads.q].contiguous())) for heads in groups]
-    begin = partial(kernel.forward, softmax_scale=softmax_scale, config=config)
+    more: dict[str, Any] = {"max_logits": True} if max_logits else {}  # only for kernels with this feature
+    begin: Any = partial(kernel.forward, softmax_scale=softmax_scale, config=config, **more)
     if "state" in kernel.supports.features:
         return [begin(part, start=state) for part, state in parts]
-    return [MergedForward(partial(begin, part, start=None), part, state, kernel.name) for part, state in parts]
+    return [
+        MergedForward(partial(begin, part, start=None), part, state, kernel.name, max_logits=max_logits)
+        for part, state in parts
+    ]
 
 
 def backward_backends(
@@ -106,6 +114,16 @@ def forward_result(
             )
         _NAN_CHECKED.add(kernel.name)
     return out, lse
+
+
+def forward_max_logits(
+    kernel: LocalAttention, backends: Sequence[LocalForward], groups: Sequence[Heads], q: Tensor, lse: Tensor
+) -> Tensor:
+    """Join the largest scores of all groups, fp32 ``[H]``; NaN for a head whose ``lse`` has a NaN."""
+    parts = zip(groups, backends, strict=True)
+    largest = [check_max_logits(kernel.name, run, q[:, :, heads.q]) for heads, run in parts]
+    # kernels may ignore a NaN when they compare scores
+    return torch.cat(largest).masked_fill(lse.isnan().any(2).any(0), torch.nan)
 
 
 def backward_result(

@@ -31,12 +31,14 @@ from .backends import (
     backward_result,
     check_dlse_support,
     forward_backends,
+    forward_max_logits,
     forward_result,
     row_delta,
 )
 from .mesh import Rings, resolve_mesh_rings
 from .prepare import Call, check_tensors, prepare_call
 from .ring import Ring, resolve_ring
+from .shards import gather_max_logits
 from .warm_up import compile_kernels
 
 NO_SECOND_DERIVATIVE = "ring_attention has no second derivative: do not differentiate its gradients"
@@ -70,9 +72,11 @@ def sink_gradient(sink: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
 _RANKS_SCHEMA = "SymInt ring, SymInt member, str group, SymInt ulysses_member, str ulysses_group, SymInt call"
 SCHEMA = ", ".join([*(entry.schema for entry in ARG_SPECS.values()), _RANKS_SCHEMA])
 ARG_INDEX = {argument.split()[-1]: index for index, argument in enumerate(SCHEMA.split(", "))}
-_SINK, _SLOPES, _SEED, _DRAWN, _CALL = (
-    ARG_INDEX[name] for name in ("learnable_sink", "alibi_slopes", "dropout_seed", "drawn", "call")
+_SINK, _SLOPES, _SEED, _DRAWN, _CALL, _MAX_LOGITS = (
+    ARG_INDEX[name] for name in ("learnable_sink", "alibi_slopes", "dropout_seed", "drawn", "call", "return_max_logits")
 )
+ForwardResults = tuple[Tensor, Tensor, Tensor, Tensor]
+"""``out``, ``lse``, ``max_logits`` (empty if not asked for) and ``[seed, call number, exchange number]``."""
 
 
 def pack_call(args: AttentionArgs, ring: Ring | None, group: Any) -> list[Any]:
@@ -141,14 +145,14 @@ def pack_call_handle(call: Call) -> list[Any]:
 
 def call_forward_op(
     q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring | None, group: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward op from code that torch.compile traces."""
-    out, lse, _ = _FORWARD(q, k, v, *pack_call(args, ring, group))
-    return out, lse
+    out, lse, max_logits, _ = _FORWARD(q, k, v, *pack_call(args, ring, group))
+    return out, lse, max_logits
 
 
-def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the forward. Return ``out``, ``lse``, and ``[seed, call number, exchange number]`` for the backward."""
+def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> ForwardResults:
+    """Run the forward."""
     call: Any = resolve_handle(args[_CALL])
     if call is None:
         return _forward_in_graph(q, k, v, *args)
@@ -163,13 +167,18 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
             start = None if call.sink is None else sink_state(call.sink, q, v.shape[3])
             compile_kernels(call, running, q, k, v, start)
             options = {"softmax_scale": call.softmax_scale, "config": call.config}
-            backends = forward_backends(call.backend, running.heads, q, **options, start=start)
+            has_max = call.args.return_max_logits
+            backends = forward_backends(call.backend, running.heads, q, **options, start=start, max_logits=has_max)
             loop.forward(running, backends, k, v)
         out, lse = forward_result(call.backend, backends, running.heads, q, v)
+        max_logits = lse.new_empty(0)
+        if has_max:
+            own = forward_max_logits(call.backend, backends, running.heads, q, lse)
+            max_logits = torch.stack(gather_max_logits(call.ring, own)).amax(0)
         if call.rows is not None:
             out, lse = call.rows.unpack(out), call.rows.unpack_lse(lse)
     numbers = [signed_seed(call.scores.dropout_seed), call.number, call.exchange_number]
-    return _without_base(out), _without_base(lse), torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return _without_base(out), _without_base(lse), max_logits, torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _without_base(x: Tensor) -> Tensor:
@@ -177,7 +186,7 @@ def _without_base(x: Tensor) -> Tensor:
     return x.data if x._is_view() else x  # safe: nothing else refers to the base tensor
 
 
-def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> ForwardResults:
     """Check and prepare a call from the arguments of a graph, and run its forward and exchanges."""
     call = unpack_call(args, q.device)
     with call.ranks._call_guard(q.device), torch.no_grad():
@@ -186,12 +195,12 @@ def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tens
             prepare_call(call, q, k, v)
         if call.exchange is not None:
             q, k, v = call.exchange.gather_tokens(call.exchange_number, q, k, v)
-    out, lse, numbers = _ring_attention(q, k, v, *pack_call_handle(call))
+    out, lse, max_logits, numbers = _ring_attention(q, k, v, *pack_call_handle(call))
     if call.exchange is not None:
         del q, k, v  # free memory for the exchange
         with torch.no_grad():
-            out, lse = call.exchange.gather_heads(out, lse)
-    return out, lse, numbers
+            out, lse, max_logits = call.exchange.gather_heads(out, lse, max_logits)  # type: ignore[assignment]
+    return out, lse, max_logits, numbers
 
 
 def run_backward(
@@ -276,12 +285,13 @@ def _gradients_in_graph(
     return dq, dk, dv, dsink
 
 
-def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> ForwardResults:
     if args[_CALL]:  # an eager call: the dispatcher comes here for meta tensors, which the checks refuse
         return _ring_attention(q, k, v, *args)
     batch, rows, heads, _dim = q.shape
     out, lse = q.new_empty(batch, rows, heads, v.shape[3]), q.new_empty(batch, heads, rows, dtype=torch.float32)
-    return out, lse, torch.empty(3, dtype=torch.int64, device="cpu")
+    max_logits = lse.new_empty(heads if args[_MAX_LOGITS] else 0)
+    return out, lse, max_logits, torch.empty(3, dtype=torch.int64, device="cpu")
 
 
 def _fake_gradients(
@@ -296,7 +306,7 @@ class RingAttention(torch.autograd.Function):
     """Autograd function of the forward op."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> ForwardResults:
         """Run the forward op and save what the backward needs.
 
         Args:
@@ -308,13 +318,13 @@ class RingAttention(torch.autograd.Function):
             *args: op arguments, see :func:`pack_call` and :func:`pack_call_handle`.
         """
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, numbers = (
+            out, lse, max_logits, numbers = (
                 _FORWARD(q, k, v, *args)
                 if keyset is None
                 else _FORWARD.redispatch(keyset & torch._C._after_autograd_keyset, q, k, v, *args)
             )
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(numbers)
+        ctx.mark_non_differentiable(max_logits, numbers)
         packed = [*args]
         if packed[_SLOPES] is not None and packed[_SLOPES].requires_grad:
             raise ValueError(SLOPES_GRADIENT_ERROR)
@@ -324,10 +334,10 @@ class RingAttention(torch.autograd.Function):
         ctx.tensors = [index for index, x in enumerate(packed) if isinstance(x, Tensor)]
         ctx.save_for_backward(q, k, v, out, lse, numbers, *(packed[index] for index in ctx.tensors))
         ctx.packed = [None if isinstance(x, Tensor) else x for x in packed]
-        return out, lse, numbers
+        return out, lse, max_logits, numbers
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v and the sink. A second derivative raises RuntimeError."""
         q, k, v, out, lse, numbers, *tensors = ctx.saved_tensors
         packed = [*ctx.packed]
@@ -379,7 +389,11 @@ _GRADIENTS = _define_op(
     _fake_gradients,
 )
 _FORWARD = _define_op(
-    "ring_attention", _ring_attention, "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor, Tensor)", _fake_ring_attention
+    "ring_attention",
+    _ring_attention,
+    "Tensor q, Tensor k, Tensor v",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _fake_ring_attention,
 )
 torch.library.register_autograd(f"{NAMESPACE}::ring_attention_backward", _refuse, lib=_LIBRARY)
 _LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)

@@ -159,10 +159,15 @@ class _Unshard(torch.autograd.Function):
         return own, None, None, None, None, None
 
 
-def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any]) -> list[torch.Tensor]:
+def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any], label: str = "unshard") -> list[torch.Tensor]:
     """Send ``outgoing[r]`` to every rank r and receive a tensor of shape ``shapes[r]`` from each."""
     each = [(x,) for x in outgoing], [(shape,) for shape in shapes]
-    return [x for (x,) in exchange_all(ring, *each, "unshard")]
+    return [x for (x,) in exchange_all(ring, *each, label)]
+
+
+def gather_max_logits(ring: Ring, own: torch.Tensor) -> list[torch.Tensor]:
+    """Return ``max_logits`` of every rank, in rank order. All have the same shape."""
+    return exchange(ring, [own] * ring.size, [own.shape] * ring.size, "max_logits")
 
 
 def exchange_all(

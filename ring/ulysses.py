@@ -17,7 +17,7 @@ from torch import Tensor
 from .mesh import Rings
 from .ring import Ring
 from .schedule.layout import Layout
-from .shards import exchange_all
+from .shards import exchange_all, gather_max_logits
 
 # --- heads ----------------------------------------------------------------------------------------------------------
 
@@ -120,14 +120,19 @@ class Exchange(NamedTuple):
         exchanged: tuple[Tensor, ...] = _Exchange.apply(heads_for_tokens, self.rings, shares, number, q, k, v)  # type: ignore[no-untyped-call]
         return exchanged
 
-    def gather_heads(self, out: Tensor, lse: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Exchange tokens of ``out`` and ``lse`` for heads, in a call of its own; differentiable."""
+    def gather_heads(self, out: Tensor, lse: Tensor | None, max_logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Exchange tokens of ``out`` and ``lse`` for heads, in a call of its own; differentiable.
+
+        ``max_logits`` of this rank's heads become those of all heads, unless they are empty.
+        """
         results: tuple[Tensor, ...] = (out,) if lse is None else (out, lse_to_rows(lse))
         with self.rings._call_guard(out.device):
             number = self.rings.ulysses._agree({"call": "tokens for heads"}, out.device)
             shares = [self.queries] * len(results)
             results = _Exchange.apply(tokens_for_heads, self.rings, shares, number, *results)  # type: ignore[no-untyped-call]
-        return results[0], *map(lse_from_rows, results[1:])
+            if max_logits.numel():
+                max_logits = torch.cat(gather_max_logits(self.rings.ulysses, max_logits))
+        return results[0], None if lse is None else lse_from_rows(results[1]), max_logits
 
 
 def lse_to_rows(lse: Tensor) -> Tensor:

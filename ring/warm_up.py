@@ -78,7 +78,12 @@ def compile_kernels(call: Call, running: RingCall, q: Tensor, k: Tensor, v: Tens
         len(running.chunks),
         start is None,
     )
-    kind = (*kind, min(len(running.plan.hops), 3), *(None if wire is None else wire.name for wire in wires))
+    kind = (
+        *kind,
+        call.args.return_max_logits,
+        min(len(running.plan.hops), 3),
+        *(None if wire is None else wire.name for wire in wires),
+    )
     if kind in _COMPILED:
         return
     _COMPILED.add(kind)
@@ -114,6 +119,7 @@ def record_phase(
     def run() -> None:
         if phase == "forward":
             state = None if start is None else (meta_like(start[0]), meta_like(start[1]))
+            options["max_logits"] = call.args.return_max_logits
             loop.forward(dry, forward_backends(call.backend, dry.heads, q, start=state, **options), k, v)
         else:
             out = q.new_empty((*q.shape[:3], v.shape[3]))

@@ -254,10 +254,32 @@ def check_moves(names: dict[str, Any]) -> None:
         world.run(on_rank)
 
 
+def check_qk_clip(names: dict[str, Any]) -> None:
+    """Check that the largest score of two virtual ranks is the threshold after the step, and small heads are kept."""
+    wq, wk = (torch.nn.Linear(8, heads * 4, bias=False) for heads in (4, 2))
+    with torch.no_grad():
+        wk.weight[4:] *= 1e-3  # the second key head has small scores
+    x, before = torch.randn(1, 12, 8), [wq.weight.detach().clone(), wk.weight.detach().clone()]
+
+    def largest(group: LocalGroup) -> Tensor:
+        own = shard(x, layout="zigzag", group=group)
+        q, k = wq(own).unflatten(2, (4, 4)), wk(own).unflatten(2, (2, 4))
+        return ring_attention(q, k, k, layout="zigzag", group=group, causal=True, return_max_logits=True)[1]
+
+    with LocalWorld(2) as world:
+        first, same = world.run(largest)
+        assert first.equal(same)
+        names["clip_qk"](wq, wk, first, 2, threshold=0.05)
+        torch.testing.assert_close(world.run(largest)[0].max(), torch.tensor(0.05))
+    kept = [x[len(x) // 2 :] for x in (wq.weight, wk.weight)], [x[len(x) // 2 :] for x in before]
+    assert all(x.equal(y) for x, y in zip(*kept, strict=True))
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "docs/training.md#train-your-model": check_training,
     "docs/training.md#convolutions-recurrence-and-multi-token-prediction": check_moves,
     "docs/training.md#rollouts": check_rollouts,
+    "docs/training.md#qk-clip": check_qk_clip,
     "docs/integrations.md#trainer": check_trainer,
 }
 """Extra checks of the names that a section defined."""

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "striped": Layout.striped,
     "uneven": lambda tokens, world: Layout.uneven([tokens - 3 * (world - 1), *[3] * (world - 1)]),
 }
-RESULTS = ("out", "lse", "dq", "dk", "dv", "dsink")
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsink", "max_logits")
 LIMITS = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-4}
 WIRE_LIMITS = {"bfloat16": 3e-2, "float8_e4m3fn": 0.25}
 """Limits for the error of a row, relative to the norm of the row or of the mean row, whichever is larger.
@@ -59,6 +59,7 @@ class CallCase:
     nodes: int = 1  # more than 1: a two-level ring
     ulysses: int = 1  # ranks of a Ulysses group
     sink: bool = False
+    max_logits: bool = False  # also make a call with return_max_logits
 
     def fits(self, world: int) -> bool:
         """Return True if ``world`` ranks can make this call."""
@@ -110,6 +111,8 @@ CALL_CASES = {
     "Ulysses": CallCase(ulysses=2),
     "Ulysses, striped": CallCase("striped", "float16", FULL, ulysses=2),
     "longformer": CallCase("contiguous", options=FULL | {"block_mask": longformer(64, [(0, 5), (200, 210)])}),
+    "largest logits": CallCase("uneven", options=CAUSAL | {"cu_seqlens": BOUNDARIES}, max_logits=True),
+    "largest logits, Ulysses": CallCase(ulysses=2, max_logits=True),
     "islands": CallCase(options=CAUSAL | {"cu_seqlens": BOUNDARIES, "islands": [(20, 60), (200, 280)]}),
     "prefix tree": CallCase("striped", options=FULL | {"intervals": TREE.intervals}),
     "D128, one head of K/V": CallCase(heads=(4, 1), head_dims=(128, 128)),
@@ -147,6 +150,13 @@ def exact_call_results(call: CallCase, whole: Mapping[str, Tensor], options: Map
     return forward_backward(bind_sink(reference.attention, **options), inputs, whole["dout"].double(), whole["dlse"])
 
 
+def exact_max_logits(call: CallCase, whole: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
+    """Return the largest score of each head in float64, as the limit of ``log(sum(exp(t * score))) / t``."""
+    large, qkv = 1e6, (whole[name].double() for name in "qkv")
+    _, lse = reference.attention(*qkv, softmax_scale=large * call.head_dims[0] ** -0.5, **options)
+    return lse.amax((0, 2)) / large
+
+
 def run_call(call: CallCase, transport: str, device: torch.device, group: Group) -> Tensor:
     """Make a call twice as one rank; return a vector of the largest row errors, changed elements and a checksum.
 
@@ -166,6 +176,8 @@ def run_call(call: CallCase, transport: str, device: torch.device, group: Group)
     with Ring(ring_group, transport=transport, **call.ring, **levels) as ring:
         function = bind_sink(ring_attention, layout=layout, ring=ring, group=mesh, return_lse=True, **options)
         first, second = (forward_backward(function, inputs, shards["dout"], shards["dlse"]) for _ in range(2))
+        function = bind_sink(ring_attention, layout=layout, ring=ring, group=mesh, return_max_logits=True, **options)
+        largest = function(*inputs)[1] if call.max_logits else None
     changed = sum(int((a != b).sum()) for a, b in zip(first, second, strict=True))
     bits = zlib.crc32(b"".join(x.cpu().contiguous().view(torch.uint8).numpy().tobytes() for x in first))
     whole = exact_call_results(call, tensors, options)[:5]
@@ -175,7 +187,10 @@ def run_call(call: CallCase, transport: str, device: torch.device, group: Group)
         own_gradients = {"dout": tensors["dout"] * rows[:, None, None], "dlse": tensors["dlse"] * rows}
         exact.append(exact_call_results(call, tensors | own_gradients, options)[5])
     worst = [row_difference(*pair) for pair in zip(first, exact, strict=True)]
-    return torch.tensor([*worst, *[0.0] * (len(RESULTS) - len(worst)), changed, bits], dtype=torch.float64)
+    worst += [0.0] * (len(RESULTS) - len(worst))
+    if largest is not None:
+        worst[-1] = row_difference(largest, exact_max_logits(call, tensors, options))
+    return torch.tensor([*worst, changed, bits], dtype=torch.float64)
 
 
 def row_difference(ours: Tensor, exact: Tensor) -> float:

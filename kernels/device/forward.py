@@ -114,7 +114,7 @@ def merge_state(acc, lse, state, lse_ptrs, offs, limit, HEAD_DIM_V: tl.constexpr
 
 @triton.jit
 def forward_kernel(
-    q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, q_second, k_second, v_second,
+    q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, q_second, k_second, v_second, row_max,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_STATE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -124,27 +124,28 @@ def forward_kernel(
     ``[B, Sq, H, Dv]`` for ``state`` and ``out``. ``lse`` is fp32 ``[B, H, Sq]``, a natural log. With HAS_STATE the
     result is merged with ``state`` and ``lse``. ``q``, ``k`` and ``v`` are strided tensors, or TMA descriptors whose
     second part of the head dim is in ``q_second``, ``k_second`` and ``v_second``. IN_PLACE says that ``state`` is
-    ``out``; tiles whose rows see no key then stay unchanged. A persistent program takes several tiles.
+    ``out``; tiles whose rows see no key then stay unchanged. ``row_max``, fp32 ``[B, H, Sq]`` or None, is raised to the
+    largest score of each row. A persistent program takes several tiles.
     """
     q, keys = tensor_argument(q, q_second), Keys(tensor_argument(k, k_second), tensor_argument(v, v_second))
     if shape.order.count is None:
         visit = visit_query_tile(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
         if IN_PLACE and visit.column_range.end <= visit.column_range.start:
             return
-        forward_tile(q, keys, state, out, lse, bounds, shape, softmax_scale, modifiers, visit,
+        forward_tile(q, keys, state, out, lse, row_max, bounds, shape, softmax_scale, modifiers, visit,
                      TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K), HAS_STATE)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
             visit = visit_query_tile(index, bounds, shape, BLOCK_Q, BLOCK_K)
             # Triton has no return inside a loop
             if not IN_PLACE or visit.column_range.end > visit.column_range.start:
-                forward_tile(q, keys, state, out, lse, bounds, shape, softmax_scale, modifiers, visit,
+                forward_tile(q, keys, state, out, lse, row_max, bounds, shape, softmax_scale, modifiers, visit,
                              TileSizes(HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K), HAS_STATE)  # fmt: skip
 
 
 @triton.jit
 def forward_tile(
-    q, keys, state, out, lse, bounds, shape, softmax_scale, modifiers, visit, sizes, HAS_STATE: tl.constexpr
+    q, keys, state, out, lse, row_max, bounds, shape, softmax_scale, modifiers, visit, sizes, HAS_STATE: tl.constexpr
 ):
     """Compute out and lse of BLOCK_Q rows: queries of one head or, packed, of all query heads of one key head."""
     batch, head = visit.batch, visit.head
@@ -175,6 +176,11 @@ def forward_tile(
                 acc, l_i, m_i, q_tile, keys, shape.columns, scores, key_range, sizes, bounds.lo is not None
             )
 
+    if row_max is not None:
+        max_ptrs = row_max + head_row_offset(batch, heads, shape) + offs_q
+        earlier = tl.load(max_ptrs, mask=offs_q < shape.rows, other=float("-inf"))
+        tl.debug_barrier()  # updated in place: all threads must have loaded it
+        tl.store(max_ptrs, tl.maximum(earlier, m_i * LN_2), mask=offs_q < shape.rows)
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that has seen no key gets out = 0, lse = -inf
     if modifiers.counter is not None:
         acc = scale_tile(acc, modifiers.kept)

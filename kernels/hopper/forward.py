@@ -253,12 +253,17 @@ def store_output(
     acc, softmax, tensors, shape, place, offs, HEAD_DIM: gl.constexpr, HAS_STATE: gl.constexpr,
 ):  # fmt: skip
     """Divide by the sums, merge with the carried state, and store out and lse."""
-    state, out, lse = tensors
+    state, out, lse, row_max = tensors
     batch, head = place.batch.to(gl.int64), place.head.to(gl.int64)
     layout: gl.constexpr = acc.type.layout
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     inside = offs < shape.rows
     lse_pointers = lse + (batch * shape.heads + head) * shape.rows + offs
+    if row_max is not None:
+        max_pointers = row_max + (batch * shape.heads + head) * shape.rows + offs
+        earlier = gl.load(max_pointers, mask=inside, other=float("-inf"))
+        tl.debug_barrier()  # updated in place: all threads must have loaded it
+        gl.store(max_pointers, gl.maximum(earlier, softmax.m_i * LN_2), mask=inside)
     l_safe = gl.where(softmax.l_i == 0.0, 1.0, softmax.l_i)  # a row that has seen no key gets out = 0, lse = -inf
     new_lse = gl.where(softmax.l_i == 0.0, float("-inf"), (softmax.m_i + gl.log2(l_safe)) * LN_2)
     row_mask = gl.convert_layout(inside, by_row)[:, None]
@@ -329,7 +334,7 @@ def forward_consumer(
 
 @gluon.jit
 def hopper_kernel(
-    q, k, v, state, out, lse, bounds, shape, softmax_scale,
+    q, k, v, state, out, lse, bounds, shape, softmax_scale, row_max,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, SLOTS: gl.constexpr, HAS_STATE: gl.constexpr,
 ):  # fmt: skip
     """Compute ``out = softmax(scale * q k^T) v`` and ``lse`` of 128 query rows of one head per program.
@@ -352,7 +357,7 @@ def hopper_kernel(
         make_barriers(CONSUMERS, 1),
     )
     fence_async_shared()  # TMA must see the initialised barriers
-    tensors = (state, out, lse)
+    tensors = (state, out, lse, row_max)
     gl.warp_specialize(
         [
             (forward_consumer, (shared, place, tensors, bounds, shape, softmax_scale,

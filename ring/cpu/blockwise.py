@@ -267,7 +267,7 @@ MAX_SAFE_SCORE, MAX_SAFE_VALUE = 60.0, 1e14
 @torch.inference_mode()  # its calls are small, and autograd's bookkeeping would add 4%
 def blockwise_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Bounds, region: Region, scores: Scores,
-    *, scale: float,
+    *, scale: float, max_logits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Add ``k`` and ``v`` to the running ``out`` and ``lse``, in place.
 
@@ -275,7 +275,8 @@ def blockwise_forward(
     ``lse = -inf`` and ``out = 0``. Dropped weights count in ``lse``.
 
     Shapes of the region: q ``[B, Sq, H, D]``, k ``[B, Sk, Hkv, D]``, v ``[B, Sk, Hkv, Dv]``, any float dtype. ``out``
-    ``[B, Sq, H, Dv]`` and ``lse [B, H, Sq]`` (natural log) are fp32 or wider.
+    ``[B, Sq, H, Dv]`` and ``lse [B, H, Sq]`` (natural log) are fp32 or wider. ``max_logits``, fp32 ``[H]`` or None, is
+    raised to the largest score of each head.
     """
     modifiers = None if scores.is_plain else RegionModifiers(scores, region)
     group = q.shape[2] // k.shape[2]
@@ -288,7 +289,8 @@ def blockwise_forward(
             item, heads = chunk.item, chunk.heads
             queries, acc = _fold(q[item, rows, heads], group), _fold(out[item, rows, heads], group)
             m = _fold_vector(lse[item, heads, rows] * LOG2_E, group)
-            acc, m = _attend(queries.mul_(scale * LOG2_E), acc, m, block, chunk, modifiers, workspace)
+            largest = None if max_logits is None else max_logits[heads]
+            acc, m = _attend(queries.mul_(scale * LOG2_E), acc, m, block, chunk, modifiers, workspace, largest)
             out[item, rows, heads] = _unfold(acc, group)
             lse[item, heads, rows] = m.view(-1, block.end - block.row).mul_(1 / LOG2_E)
 
@@ -301,12 +303,13 @@ def _attend(
     chunk: HeadChunk,
     modifiers: RegionModifiers | None,
     workspace: Tensor,
+    max_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from one block of rows to its tiles, starting from the state ``(acc, m)``; return the new ``(out, lse)``.
 
     Here and below, ``m`` and ``lse`` are in base-2 units.
     """
-    if modifiers is None and _is_small(queries, m, chunk):
+    if modifiers is None and max_logits is None and _is_small(queries, m, chunk):
         total = m.exp2_()
         acc.mul_(total)
         for tile in block.tiles:
@@ -321,7 +324,10 @@ def _attend(
         if modifiers is not None:
             modifiers.apply(_by_head(scores, block), _place(chunk, block, tile))
         _hide(scores, block, tile.edges)
-        peak = torch.maximum(m, scores.amax(-1, keepdim=True))
+        largest = scores.amax(-1, keepdim=True)
+        if max_logits is not None:
+            torch.maximum(max_logits, largest.view(len(max_logits), -1).amax(1) / LOG2_E, out=max_logits)
+        peak = torch.maximum(m, largest)
         pivot = peak.clamp(min=FP32_LOWEST)  # finite, because a row without keys would compute inf - inf
         weights = scores.sub_(pivot).exp2_()
         decay = m.sub_(pivot).exp2_()

@@ -24,9 +24,10 @@ class TritonAttention:
     delta = staticmethod(attention_delta)
 
     def forward(
-        self, q: torch.Tensor, *, softmax_scale: float, config: KernelConfig | None, start: Pair | None
-    ) -> ForwardLauncher:
-        return ForwardLauncher(q, softmax_scale, config, start)
+        self, q: torch.Tensor, *, softmax_scale: float, config: KernelConfig | None, start: Pair | None,
+        max_logits: bool = False,
+    ) -> ForwardLauncher:  # fmt: skip
+        return ForwardLauncher(q, softmax_scale, config, start, max_logits)
 
     def backward(
         self, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None,

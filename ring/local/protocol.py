@@ -23,6 +23,7 @@ FEATURES = {
     "dropout_p": "dropout_p",
     "learnable_sink": "a start state before the first key (learnable_sink)",
     "state": "a running state; without it every shard gets a new forward, and the ring merges the results",
+    "return_max_logits": "return_max_logits",
     "backward": "gradients",
     "lse_gradient": "a gradient through lse",
     "nan_inputs": "NaN in q, k or v; without it a NaN in lse counts as an error of the kernel",
@@ -123,6 +124,11 @@ class LocalAttention(Protocol):
 
     Every call makes one forward per group of heads, and one backward from the results over all shards. Both may keep
     their arguments until the call ends.
+
+    A kernel with the feature ``return_max_logits`` gets ``max_logits=True`` as one more argument of :meth:`forward` in
+    calls that need it. Its forward then has a method ``max_logits()``, which returns the largest score of each head
+    over all shards and rows, fp32 ``[H]``: after softcap and ALiBi, before dropout, and -inf for a head that sees no
+    key.
 
     A kernel may also have two optional methods. ``check(q, v, *, scores, block, config)`` raises if a call does not
     fit; ``block`` is the block size of a block-sparse mask. ``delta(dout, out, dlse)`` returns

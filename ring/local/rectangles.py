@@ -22,7 +22,7 @@ Tensors = tuple[Tensor, ...]
 DOT_ROWS = 1024
 DLSE_COLUMNS = 2  # the gradient through lse, rounded to the model dtype, and its rounding error
 RECTANGLE_FEATURES = {"bounds", "seqused_k", "block_sparse", "learnable_sink", "state"}
-SCORE_FEATURES = {"softcap", "alibi_slopes", "dropout_p"}
+SCORE_FEATURES = {"softcap", "alibi_slopes", "dropout_p", "return_max_logits"}
 MANY_RECTANGLES = 16  # more per hop are reported, because each is a kernel call and a merge
 
 logger = logging.getLogger(__name__)
@@ -72,9 +72,10 @@ class RectangleAttention:
         self._has_logged = False
 
     def forward(
-        self, q: Tensor, *, softmax_scale: float, config: KernelConfig | None = None, start: Pair | None = None
-    ) -> RectangleForward:
-        return RectangleForward(self, q, softmax_scale=softmax_scale, start=start)
+        self, q: Tensor, *, softmax_scale: float, config: KernelConfig | None = None, start: Pair | None = None,
+        max_logits: bool = False,
+    ) -> RectangleForward:  # fmt: skip
+        return RectangleForward(self, q, softmax_scale=softmax_scale, start=start, max_logits=max_logits)
 
     def backward(
         self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *, softmax_scale: float,
@@ -82,11 +83,16 @@ class RectangleAttention:
     ) -> RectangleBackward:  # fmt: skip
         return RectangleBackward(self, dout, q, out, lse, dlse, softmax_scale=softmax_scale)
 
-    def cut(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> tuple[Region, ...]:
-        """Cut the bounds of one shard into regions that this kernel can compute; none for empty tensors."""
+    def cut(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores, *, use_operator: bool = True
+    ) -> tuple[Region, ...]:
+        """Cut the bounds of one shard into regions that this kernel can compute; none for empty tensors.
+
+        ``use_operator`` is False if the operator cannot compute this call.
+        """
         if 0 in (q.numel(), k.numel(), v.numel()):
             return ()
-        operator = self.blockwise is None or (k.shape[-1] == v.shape[-1] and scores.is_plain)
+        operator = self.blockwise is None or (use_operator and k.shape[-1] == v.shape[-1] and scores.is_plain)
         cut = regions(bounds, q.shape[1], k.shape[1], use_operator=operator, exact=self.blockwise is None)
         if self.blockwise is None and len(cut) > MANY_RECTANGLES and not self._has_logged:
             self._has_logged = True
@@ -145,6 +151,13 @@ def check_forward(kernel: str, results: Any, q: Tensor, value_dim: int) -> Pair:
     check_result(kernel, "out", out, (*q.shape[:3], value_dim), q.device, q.dtype)
     check_result(kernel, "lse", lse, (q.shape[0], q.shape[2], q.shape[1]), q.device, torch.float32)
     return out, lse
+
+
+def check_max_logits(kernel: str, forward: Any, q: Tensor) -> Tensor:
+    """Return ``max_logits`` of a forward, or raise RuntimeError if they are not one fp32 number per head of q."""
+    max_logits: Tensor = forward.max_logits()
+    check_result(kernel, "max_logits", max_logits, q.shape[2:3], torch.float32)
+    return max_logits
 
 
 class RunningState:
@@ -210,9 +223,13 @@ class RunningState:
 class MergedForward:
     """Forward for a kernel without a running state: runs a new forward for every shard and merges the results."""
 
-    def __init__(self, begin: Callable[[], LocalForward], q: Tensor, start: Pair | None, name: str) -> None:
+    def __init__(
+        self, begin: Callable[[], LocalForward], q: Tensor, start: Pair | None, name: str, *, max_logits: bool
+    ) -> None:
         self._begin, self._name, self._q, self._state = begin, name, q, RunningState(q, start)
+        self._has_max_logits = max_logits
         self._region = Region(RegionKind.BLOCKWISE, 0, q.shape[1], 0, 0)  # all rows
+        self._max_logits: Tensor | None = None
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
         """Compute one shard and merge it into the state."""
@@ -220,30 +237,41 @@ class MergedForward:
         forward.fold(k, v, bounds, scores=scores, final=True)
         self._state.set_value_dim(v)
         self._state.merge(self._region, *check_forward(self._name, forward.result(), self._q, v.shape[3]))
+        if self._has_max_logits:
+            own = check_max_logits(self._name, forward, self._q)
+            self._max_logits = own if self._max_logits is None else torch.maximum(self._max_logits, own)
 
     def result(self) -> Pair:
         return self._state.result()
+
+    def max_logits(self) -> Tensor | None:
+        """Return the largest score of each head over all shards."""
+        return self._max_logits
 
 
 class RectangleForward:
     """Forward that merges key shards into a running state, region by region."""
 
-    def __init__(self, kernel: RectangleAttention, q: Tensor, *, softmax_scale: float, start: Pair | None) -> None:
+    def __init__(
+        self, kernel: RectangleAttention, q: Tensor, *, softmax_scale: float, start: Pair | None, max_logits: bool
+    ) -> None:
         self._kernel, self._q, self._scale = kernel, _rows(q), softmax_scale
         self._state = RunningState(self._q, start)
+        self._max_logits = q.new_full(q.shape[2:3], -torch.inf, dtype=torch.float32) if max_logits else None
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
         """Add one shard. ``final`` has no effect, because :meth:`result` casts."""
         k, v = _rows(k), _rows(v)
         self._state.set_value_dim(v)
         wide: Pair | None = None
-        for region in self._kernel.cut(self._q, k, v, bounds, scores):
+        # the operator does not return the largest score
+        for region in self._kernel.cut(self._q, k, v, bounds, scores, use_operator=self._max_logits is None):
             q = self._q[region.items, region.rows]
             if region.kind is RegionKind.BLOCKWISE:
                 wide = wide or (k.float(), v.float())  # convert once for all regions
                 state, region_kv = self._state.rows(region), _keys(region, *wide)
                 self._kernel.blockwise.blockwise_forward(
-                    q, *region_kv, *state, bounds, region, scores, scale=self._scale
+                    q, *region_kv, *state, bounds, region, scores, scale=self._scale, max_logits=self._max_logits
                 )
                 self._state.mark_written(region)
             else:
@@ -252,6 +280,10 @@ class RectangleForward:
 
     def result(self) -> Pair:
         return self._state.result()
+
+    def max_logits(self) -> Tensor | None:
+        """Return the largest score of each head so far."""
+        return self._max_logits
 
 
 class _Heads(NamedTuple):

@@ -229,9 +229,27 @@ def test_dropout_counts_the_heads_of_all_tensor_parallel_ranks() -> None:
         assert torch.cat([out(0, 2), out(1, 2)], -1).equal(out(0, 1))
 
 
+def test_the_largest_scores_since_the_last_clip() -> None:
+    (q, k, v, _), layout = draw((TOKENS, 2)), Layout.zigzag(TOKENS, 2)
+    with on_the_cpu() as core:
+
+        def one_rank(group: Any) -> list[Tensor]:
+            module = attention(core, core.RingCoreAttention, group, qk_clip=True)
+            largest = []
+            for factor in (1.0, 2.0, 0.5):
+                module(*(layout.shard(x, group.rank(), 0) for x in (factor * q, k, v)), None)
+                largest.append(module.current_max_attn_logits)
+            return largest
+
+        for first, doubled, kept in run_ranks(2, one_rank):
+            scores = DIM**-0.5 * torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(HEADS // GROUPS, 2))
+            hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+            torch.testing.assert_close(first, scores.masked_fill(hidden, -torch.inf).amax((0, 2, 3)))
+            assert doubled.equal(2 * first) and kept.equal(doubled)
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"cp_comm_type": "a2a"}, {}, "cp_comm_type"),
-    ({"config": {"log_max_attention_logit": True}}, {}, "log_max_attention_logit"),
     ({"config": {"flash_decode": True}}, {}, "flash_decode"),
     ({"k_channels": 8}, {}, "k_channels"),
     ({"config": {"context_parallel_size": 2}}, {}, "config.context_parallel_size is 2, .*has 1"),

@@ -31,7 +31,7 @@ NEUTRAL: Call = {
     "causal": False, "window_size": (-1, -1), "softmax_scale": None, "softcap": 0.0, "learnable_sink": None,
     "alibi_slopes": None, "dropout_p": 0.0, "dropout_seed": None, "first_head": 0, "cu_seqlens": None,
     "seqused_k": None, "key_mask": None, "prefix_length": None, "islands": None, "intervals": None, "align": None,
-    "backend": "auto", "return_lse": False,
+    "backend": "auto", "return_lse": False, "return_max_logits": False,
 }  # fmt: skip
 """Values that an integration passes to ``ring_attention`` if its framework's option is not given."""
 STRUCTURE = {"layout", "kv_layout", "group", "ring"}
@@ -88,8 +88,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 OFF = (
-    "qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention",
-    "batch_invariant_mode", "flash_decode",
+    "fp8_dot_product_attention", "fp8_multi_head_attention", "batch_invariant_mode", "flash_decode",
 )  # fmt: skip
 """Fields of Megatron's config that must be off."""
 
@@ -230,6 +229,7 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"window_size": (3, 0), "call": {"window_size": (2, 0)}}, {"window_size": (2, 0)}),
         ({"attn_mask_type": "no_mask"}, {"causal": False}),
         ({"call": {"attn_mask_type": "no_mask"}}, {"causal": False}),
+        ({"return_max_logit": True}, {"return_max_logits": True}),
         ({"call": {"core_attention_bias_type": "alibi", "alibi_slopes": SLOPES}}, {"alibi_slopes": SLOPES}),
         ({"softmax_type": "learnable"}, {"learnable_sink": SINK}),
         ({"softmax_type": "off-by-one"}, {"learnable_sink": torch.zeros(4)}),
@@ -282,6 +282,8 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"attention_dropout": 0.3, "train": False}, {}),
         ({"attention_dropout": 0.3, "own": {"attention_dropout": 0.1}}, {"dropout_p": 0.1}),
         ({"attention_dropout": 0.3, "own": {"attention_dropout": 0.0}}, {}),
+        ({"qk_clip": True}, {"return_max_logits": True}),
+        ({"log_max_attention_logit": True}, {"return_max_logits": True}),
         ({"heads": 12, "tp": group_of(2, 3)}, {"first_head": 8}),
     ],
     attend: [
@@ -364,10 +366,13 @@ def record(monkeypatch: pytest.MonkeyPatch, driver: Driver, given: Call) -> tupl
     """Return the arguments of the ``ring_attention`` call, and what the integration makes of an output of ones."""
     calls: list[Call] = []
 
-    def recording(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **call: Any) -> Any:
-        calls.append(call | {"return_lse": return_lse})
+    def recording(
+        q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_logits: bool = False, **call: Any
+    ) -> Any:
+        calls.append(call | {"return_lse": return_lse, "return_max_logits": return_max_logits})
         out = torch.ones(*q.shape[:-1], v.shape[-1])
-        return (out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])) if return_lse else out
+        more = [torch.zeros(q.shape[0], q.shape[2], q.shape[1])] * return_lse + [torch.zeros(4)] * return_max_logits
+        return (out, *more) if more else out
 
     home = import_module(f"ringattn.integrations.{HOMES[driver]}")
     monkeypatch.setattr(home, "ring_attention", recording)
@@ -399,7 +404,7 @@ def test_every_option_that_an_integration_passes_has_a_case(monkeypatch: pytest.
     drivers = [driver for driver, name in HOMES.items() if name == home]
     passed = {name for driver in drivers for name in record(monkeypatch, driver, {})[0]}
     tested = {name for driver in drivers for _, expected in CASES[driver] for name in expected}
-    always = {name for driver in drivers for name in BASES.get(driver, {})} | {"return_lse"}
+    always = {name for driver in drivers for name in BASES.get(driver, {})} | {"return_lse", "return_max_logits"}
     assert passed - tested - always == set()
 
 

@@ -18,7 +18,7 @@ from ringattn.integrations.formats import Boundaries, attend_format
 from ringattn.integrations.transformer_engine import DotProductAttention
 
 from ..support.baselines import Results, pytorch
-from ..support.mask_cases import RingCase, compare_with_expected, expected_results
+from ..support.mask_cases import RingCase, check_max_logits, compare_with_expected, expected_results
 from ..support.rank_processes import group_results
 from ..support.ring_cases import inputs, run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
@@ -126,7 +126,7 @@ def test_as_exact_as_one_device(name: str) -> None:
 
     def one_rank(group: LocalGroup) -> list[Tensor]:
         where = held[group.rank()]
-        module = DotProductAttention(HEADS, kv_channels, GROUPS, **case)
+        module = DotProductAttention(HEADS, kv_channels, GROUPS, **case, return_max_logit=True)
         module.set_context_parallel_group(group, None, None, "p2p", ("DUAL_CHUNK_SWAP", "NO_LOAD_BALANCE")[contiguous])
         filler = torch.full((rest,), -1)  # repeats the last token, which no query may see
         tensors = (whole[name][:, torch.cat([where, filler])] for name in ("q", "k", "v", "dout"))
@@ -136,13 +136,14 @@ def test_as_exact_as_one_device(name: str) -> None:
             leaves.append(module.softmax_offset)
             module.softmax_offset.data.copy_(sink)
         options = {} if slopes is None else {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
-        out = module(*shards[:3], **boundaries, **options)
+        out, largest = module(*shards[:3], **boundaries, **options)
         found = [out.detach().unflatten(-1, (HEADS, -1)), *torch.autograd.grad(out, leaves, shards[3].flatten(-2))]
         of_tokens = [from_format(x, qkv_format) for x in found[:4]]
         assert not any(x[:, len(where) :].any() for x in of_tokens)
-        return [*(x[:, : len(where)] for x in of_tokens), *found[4:]]
+        return [largest, *(x[:, : len(where)] for x in of_tokens), *found[4:]]
 
-    parts = run_ranks(world, one_rank)
+    largest, *parts = zip(*run_ranks(world, one_rank), strict=True)
+    parts = [*zip(*parts, strict=True)]
     out, *grads = (torch.cat(x, 1)[:, torch.cat(held).argsort()] for x in list(zip(*parts, strict=True))[:4])
     call: dict[str, Any] = {name: case[name] for name in ("window_size", "softcap", "softmax_scale") if name in case}
     call |= {"causal": "causal" in mask_type} | ({} if slopes is None else {"alibi_slopes": slopes})
@@ -154,6 +155,7 @@ def test_as_exact_as_one_device(name: str) -> None:
         is_real = [[(at >= start) & (at < end) for start, end in row] for row in rows]
         call["key_mask"] = torch.stack([torch.stack(row).any(0) for row in is_real])
     right = RingCase(Layout.contiguous(tokens, 1), whole, call, sink=sink, through_lse=False)
+    check_max_logits(right, largest)
     dsink = torch.stack([part[4] for part in parts]).sum(0) if len(parts[0]) > 4 else None
     compare_with_expected(expected_results(right), Results(out, None, *grads), dsink)  # type: ignore[arg-type]
 
@@ -263,7 +265,6 @@ def test_without_a_group_a_rank_is_alone() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"return_max_logit": True}, {}, "return_max_logit"),
     ({"cp_comm_type": "a2a"}, {}, "cp_comm_type"),
     ({"cp_group": []}, {}, "cp_group"),
     ({"softmax_type": "sigmoid"}, {}, "softmax_type"),

@@ -107,6 +107,7 @@ NIGHTLY: dict[str, list[str]] = {
     "features": [
         f"bf16:128:middle:{kernel}:{extra}" for kernel in ATTENTION for extra in (*FEATURES, ":".join(FEATURES))
     ],
+    "max_logits": [f"bf16:{dim}:max_logits" for dim in SIXTEEN_BIT],
     "orders": [f"bf16:{dim}:middle:{options}" for dim in SIXTEEN_BIT for options in ORDERS],
     "two parts": [f"bf16:{head_dims}" for head_dims in ("192/128", "96", "80")],
     "wide": ["bf16:512", "fp16:512:middle"]
@@ -114,14 +115,14 @@ NIGHTLY: dict[str, list[str]] = {
     + [f"fp32:{dims}:middle:bounded:mha" for dims in ("512", "300/212", "512/16")],
     "fp8": [f"{dtype}:{dim}:{kernel}" for dtype in ("bf16", "fp32") for dim in (1, 40, 96, 129, 257) for kernel in FP8],
     "hopper": [f"{dtype}:{dim}:{kernel}" for dtype in ("bf16", "fp16") for kernel, dim in product(HOPPER, SIXTEEN_BIT)]
-    + ["bf16:256:hopper", "fp16:256:hopper"],
+    + ["bf16:256:hopper", "fp16:256:hopper", "bf16:128:hopper:max_logits"],
     "descriptors": [f"bf16:64:{DESCRIBED}", f"bf16:128:{DESCRIBED}", f"fp32:128:{DESCRIBED}"],
 }
 
 
 WITH = {"descriptors": (90, 100, 120), "hopper": (90,)}
 """GPUs with TMA or wgmma. Other variants run on all architectures."""
-ON_AMD = ("bf16", "fp32", "features", "two parts")
+ON_AMD = ("bf16", "fp32", "features", "max_logits", "two parts")
 
 
 @pytest.mark.nightly

@@ -26,6 +26,7 @@ BASE: Literals = {
     "strides": "contiguous",
     "host": "list",  # type of cu_seqlens and seqused_k
     "lse": False,  # also differentiate through lse
+    "return_max_logits": False,
     "grads": "qkvs",
     "backend": "aten",
     "causal": False,
@@ -49,6 +50,7 @@ WRONG: dict[str, list[Any]] = {
     "k": ["three dims", "other dtype", "other batch", "other dim", "other heads", "meta"],
     "v": ["three dims", "other dtype", "other batch", "other tokens", "meta"],
     "causal": [1, None, "yes"],
+    "return_max_logits": [1, None, "yes"],
     "window_size": [(-2, 0), (1, 2, 3), 4, (0.5, 1)],
     "softmax_scale": [0.0, -1.0, 1e999, "x"],
     "softcap": [-1.0, 1e999, "x"],
@@ -219,6 +221,7 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
         "first_head": rng.choice([None, None, None, 1, 2**31 - 1]),
         "learnable_sink": rng.choice([None, None, ["float32", False], ["float32", True], ["float16", False]]),
         "lse": rng.random() < 0.5,
+        "return_max_logits": run != "kernels" and rng.random() < 0.2,
         "grads": "qkvs" if run == "kernels" else rng.choice(["qkvs", "qkvs", "qkvs", "", "q", "kv", "qs"]),
         "backend": "triton" if triton else rng.choice(["aten", "aten", "auto"]),
         "config": rng.choice([None, [16, 16], [64, 32]]) if triton and block == 1 else None,
@@ -323,6 +326,7 @@ def draw_spoil(rng: Random, call: Literals, world: int) -> list[Any]:
     rank = rng.randrange(world)
     if world > 1 and rng.random() < 0.4:
         others: Literals = {"softmax_scale": 0.77, "softcap": 7.5, "window_size": (5, 3), "causal": not call["causal"]}
+        others["return_max_logits"] = not call.get("return_max_logits", False)
         others["seqused_k"] = [0] * call["batch"] if call["seqused_k"] is None else None
         if call["dropout_p"]:
             others |= {"dropout_p": 0.7, "dropout_seed": 12345}

@@ -87,7 +87,16 @@ def case_of(call: Literals, world: int) -> RingCase:
     kv_layout = expand_to_blocks(keys, block, keys.reach * block - call["short"], max(-more, 0))
     reach = max(layout.reach, kv_layout.reach)
     whole = inputs(reach, tuple(call["heads"]), tuple(call["dims"]), getattr(torch, call["dtype"]), batch)
-    plain = ("causal", "backend", "softmax_scale", "softcap", "dropout_p", "dropout_seed", "first_head")
+    plain = (
+        "causal",
+        "return_max_logits",
+        "backend",
+        "softmax_scale",
+        "softcap",
+        "dropout_p",
+        "dropout_seed",
+        "first_head",
+    )
     arguments: dict[str, Any] = {name: call[name] for name in plain if name in call}
     if "window_size" in call:
         arguments["window_size"] = tuple(call["window_size"])

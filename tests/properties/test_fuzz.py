@@ -28,7 +28,7 @@ FEATURES = (
     *("contiguous", "zigzag", "striped", "documents", "uneven", "balanced", "spans", "owners"),
     *("slots", "prefetch", "chunks", "direction", "topology", "wire_dtype", "grad_wire_dtype", "block_mask", "kept"),
     *("window_size", "causal", "cu_seqlens", "prefix_length", "seqused_k", "key_mask", "leftpad_k", "kv_layout"),
-    *("learnable_sink", "lse", "islands", "intervals"),
+    *("learnable_sink", "lse", "return_max_logits", "islands", "intervals"),
     *("softmax_scale", "softcap", "alibi_slopes", "dropout_p", "first_head", "config"),
     *("named", "late", "wait", "unshard", "move", "mesh", "align"),
 )

@@ -78,6 +78,7 @@ REPLAYED = [
     ("nccl", "2 x 3, window, three runs of tokens"),
     ("nccl", "single pass in turn, 2 x 2, contiguous"),
     *(("nccl", name) for name in ("2 x 2 by heads", "1 x 2 by heads, striped", "keys that a mask hides")),
+    *(("nccl", name) for name in ("largest logits", "2 x 2 by heads, largest logits")),
 ]
 
 

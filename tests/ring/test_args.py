@@ -519,6 +519,7 @@ OTHERS = {
     "dropout_p": 0.25,
     "first_head": 4,
     "align": "top-left",
+    "return_max_logits": True,
 }
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # both ranks pass the same wrong arguments
@@ -599,6 +600,7 @@ TWO_VALUES: dict[str, list[tuple[Any, Any, dict[str, Any]]]] = {
     ],
     "kv_layout": [("striped", "zigzag", {})],
     "align": [("top-left", "bottom-right", {})],
+    "return_max_logits": [(True, False, {})],
     "backend": [("aten", "triton", {})],
 }
 """Per argument: rank 0's value, rank 1's value, and arguments that both ranks add."""
@@ -804,7 +806,8 @@ def test_signature_options_and_op_entries_agree() -> None:
     del named["unknown"]
     others = {name: named.pop(name) for name in ("q", "k", "v", "return_lse", "ring", "group")}
     assert AttentionArgs()._asdict() == named
-    assert {*Options.__annotations__} == {*named, "ring", "group"} < {*named, *others}
+    # an overload per type of result has this argument
+    assert {*Options.__annotations__, "return_max_logits"} == {*named, "ring", "group"} < {*named, *others}
     assert [*ARG_SPECS] == [*named]
 
 
@@ -813,7 +816,7 @@ def test_signature_options_and_op_entries_agree() -> None:
     [
         ("is_causal", "causal"), ("attn_mask", "block_mask"), ("cu_seqlens_q", "cu_seqlens"),
         ("scale", "softmax_scale"), ("softmax_scal", "softmax_scale"), ("max_seqlen_q", "Omit it"),
-        ("xyzzy", "'xyzzy'"),
+        ("return_max_logit", "return_max_logits"), ("xyzzy", "'xyzzy'"),
     ],
 )  # fmt: skip
 def test_unknown_keywords_suggest_our_argument(name: str, suggestion: str) -> None:

@@ -41,7 +41,10 @@ def fresh() -> Iterator[None]:
 def block(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
     """Compute a layer around the call, so that the graph holds more than one op."""
     out = ring_attention(q * 2, k, v, **call)
-    result: Tensor = (out[0] * out[1].transpose(1, 2)[..., None] if isinstance(out, tuple) else out).sin()
+    if isinstance(out, Tensor):
+        return out.sin()
+    out, lse, *max_logits = out
+    result: Tensor = (out * lse.transpose(1, 2)[..., None]).sin() * (max_logits[0][:, None] if max_logits else 1.0)
     return result
 
 
@@ -90,6 +93,7 @@ DOCUMENTS = [0, 7, 30, ROWS]
 CALLS: dict[str, dict[str, Any]] = {
     "layout, documents": {
         "layout": Layout.striped(ROWS, 1), "causal": True, "cu_seqlens": DOCUMENTS, "return_lse": True,
+        "return_max_logits": True,
     },
     "keys, documents as a tensor": {
         "layout": Layout([[(0, ROWS)]]), "kv_layout": Layout([[(0, ROWS, 2)]]), "seqused_k": (50,),
@@ -115,6 +119,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "batch rows, dropout": hiding(1) | {"causal": True, "dropout_p": 0.3, "dropout_seed": 5},
     "mesh": hiding(1) | {
         "group": single_rank().mesh(1, 1), "learnable_sink": torch.ones(HEADS, requires_grad=True), "return_lse": True,
+        "return_max_logits": True,
     },
     "triton": {"backend": "triton", "config": TILES, "causal": True},
 }  # fmt: skip
@@ -379,7 +384,7 @@ def test_opcheck(name: str) -> None:
     packed = packed_call(**{argument: value for argument, value in CALLS[name].items() if argument != "return_lse"})
     op = torch.ops.ringattn.ring_attention.default
     torch.library.opcheck(op, (q, k, v, *packed), test_utils=(*NO_BACKWARD, "test_aot_dispatch_dynamic"))
-    out, lse, numbers = op(*(x.detach() for x in (q, k, v)), *packed)
+    out, lse, _, numbers = op(*(x.detach() for x in (q, k, v)), *packed)
     leaves = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
     op, args = torch.ops.ringattn.ring_attention_backward.default, (leaves[0], None, *leaves[1:], numbers, *packed)
     torch.library.opcheck(op, args, test_utils=NO_BACKWARD)

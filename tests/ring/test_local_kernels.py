@@ -163,6 +163,7 @@ FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
         (BARE, {"softcap": 1.0}, "does not support softcap"),
         (BARE, {"alibi_slopes": torch.ones(2)}, "alibi_slopes"),
         (BARE, {"dropout_p": 0.5}, "dropout_p"),
+        (sdpa(), {"return_max_logits": True}, "backend 'sdpa' does not support return_max_logits"),
         (sdpa(), {"config": KernelConfig()}, "config"),
         (FULL_ONLY, {"causal": True}, "masks with an interval of keys per query row"),
         (FULL_ONLY, {"key_mask": torch.tensor([[True, False] * 8])}, "masks with an interval of keys per query row"),

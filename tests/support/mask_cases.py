@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup
-from ringattn.reference.masks import evaluate_masks
-from ringattn.reference.scores import AttentionOptions
+from ringattn.reference.masks import add_head_dim, evaluate_masks
+from ringattn.reference.scores import AttentionOptions, alibi_bias, apply_score_options
+from ringattn.reference.tensors import scale_or_default
 from ringattn.ring.buffers import chunk_runs
 from ringattn.ring.prepare import Layouts, mask_from_options
 from ringattn.ring.schedule.intervals import Intervals
@@ -24,7 +25,7 @@ from .baselines import ReferenceModifiers, Results, exact_with_sink, operator_ls
 from .kernel_cases import Inputs, magnitudes
 from .tolerance import assert_as_exact_as_pytorch
 
-RING_ONLY_ARGUMENTS = ("backend", "config", "block_mask")
+RING_ONLY_ARGUMENTS = ("backend", "config", "block_mask", "return_max_logits")
 """Arguments that the reference does not take, or takes in another form."""
 
 
@@ -105,7 +106,11 @@ def run_ring_case(case: RingCase) -> tuple[Results, Tensor | None]:
 
 
 def combine_ranks(case: RingCase, parts: Sequence[Sequence[Tensor | None]]) -> tuple[Results, Tensor | None]:
-    """Join the ranks' results; a gradient that was not required is None."""
+    """Join the ranks' results and check ``max_logits``; a gradient that was not required is None."""
+    if case.call.get("return_max_logits"):
+        *parts, largest = zip(*parts, strict=True)
+        check_max_logits(case, largest)
+        parts = [*zip(*parts, strict=True)]
     out, lse, dq, dk, dv, dsink = ([x for x in shards if x is not None] for shards in zip(*parts, strict=True))
     order = (case.layout, out, 1), (case.layout, lse, 2), (case.layout, dq, 1), (case.keys, dk, 1), (case.keys, dv, 1)
     tensors = [join_shards(layout, shards, dim) if shards else None for layout, shards, dim in order]
@@ -124,14 +129,18 @@ class StartedCall(NamedTuple):
     """A call after its forward."""
 
     case: RingCase
-    results: tuple[Tensor, Tensor]
+    results: tuple[Tensor, ...]
+    """out, lse and, if asked for, max_logits."""
     leaves: dict[str, Tensor]
     grads: dict[str, Tensor]
     input_snapshots: list[tuple[str, Tensor, int, Tensor]]
     """Every input tensor that must not change: its name, the tensor, its version and its storage's bytes."""
 
     def finish(self) -> list[Tensor | None]:
-        """Run the backward and return out, lse and the gradients of q, k, v and the sink, None if not required."""
+        """Run the backward and return out, lse, the gradients of q, k, v and the sink, and max_logits if asked for.
+
+        A gradient that is not required is None.
+        """
         leaves = {name: x for name, x in self.leaves.items() if x.requires_grad}
         grads = [*self.grads.values()]
         copies = [storage_bytes(x) for x in self.results]
@@ -142,7 +151,9 @@ class StartedCall(NamedTuple):
         for name, x, version, before in self.input_snapshots:
             assert x._version == version and storage_bytes(x).equal(before), f"{name} was changed by the call"
         grad_by_name = dict(zip(leaves, results, strict=True))
-        return [*(x.detach() for x in self.results), *(grad_by_name.get(name) for name in "qkvs")]
+        out, lse, *largest = self.results
+        assert not any(x.requires_grad for x in largest), "max_logits has a gradient"
+        return [out.detach(), lse.detach(), *(grad_by_name.get(name) for name in "qkvs"), *largest]
 
 
 def start_call(
@@ -187,6 +198,45 @@ def join_shards(layout: Layout, shards: list[Tensor], dim: int = 1) -> Tensor:
 
 def all_positions(layout: Layout) -> Tensor:
     return torch.cat([layout.positions(rank) for rank in range(layout.world)]).sort().values
+
+
+def check_max_logits(case: RingCase, largest: Sequence[Tensor | None]) -> None:
+    """Check that ``max_logits`` is equal on all ranks, and as exact as PyTorch's in fp32."""
+    first, *others = largest
+    assert first is not None and first.dtype == torch.float32
+    assert all(x is not None and x.equal(first) for x in others), "max_logits differs between ranks"
+    ranks = [rank for rank, length in enumerate(case.layout.lengths) if length]
+    parts = [(all_positions(case.layout), case.whole)]
+    if resolve_wire(case.ring.get("wire_dtype"), case.whole["k"].dtype) is not None:
+        parts = [(case.layout.positions(rank), arrived_sequence(case, rank)) for rank in ranks]
+    exact, theirs, magnitudes = (
+        torch.stack(x).amax(0) for x in zip(*(_max_logits(case, *x) for x in parts), strict=True)
+    )
+    assert_as_exact_as_pytorch("max_logits", first, theirs, exact, magnitude=magnitudes.max().item())
+
+
+def _max_logits(case: RingCase, rows: Tensor, whole: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``max_logits`` of some queries in float64 and in fp32, and the largest sum of absolute terms, ``[H]``."""
+    columns, options = all_positions(case.keys), reference_options(case.call)
+    heads, scale = whole["q"].shape[2], scale_or_default(whole["q"], options.get("softmax_scale"))
+    hidden = ~add_head_dim(evaluate_masks(rows, columns, options))
+
+    def largest(dtype: torch.dtype, *, absolute: bool = False) -> Tensor:
+        q, k = (whole[name][:, at].transpose(1, 2).to(dtype) for name, at in (("q", rows), ("k", columns)))
+        k = k.repeat_interleave(heads // k.shape[1], 1)
+        scores = scale * (q.abs() @ k.abs().mT) if absolute else scale * (q @ k.mT)
+        scores = scores if absolute else apply_score_options(scores, rows, columns, options)
+        if scores.numel() == 0:
+            return torch.full((heads,), -torch.inf, dtype=dtype)
+        return scores.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
+
+    # Kernels convert a score to base 2 and back, which takes four roundings of half a step. Above a quarter of the
+    # cap, the error of tanh is relative to the cap.
+    terms = largest(torch.float64, absolute=True) * (12 if options.get("softcap") else 3)
+    slopes = options.get("alibi_slopes")
+    if slopes is not None and (bias := alibi_bias(slopes, rows, columns)).numel():
+        terms = terms + 3 * bias.abs().max()
+    return largest(torch.float64), largest(torch.float32), terms.clamp(min=0)
 
 
 def check_case(case: RingCase) -> Results:

@@ -47,6 +47,7 @@ class Case:
     config: KernelConfig | None = None
     unshards: bool = False  # the calls unshard q and sum the ranks' gradients, instead of attention
     halos: bool = False  # the calls take the halo of q
+    max_logits: bool = False  # the calls also return max_logits
     ulysses: int = 1  # Ulysses ranks; the ring has world / ulysses ranks
     streams: int = 1  # per rank, used by its calls in turn; nothing orders calls on different streams
 
@@ -150,7 +151,17 @@ def _expected(case: Case, number: int, call: RecordedCall, rank: int) -> dict[st
     ring_rank, ulysses_rank = divmod(rank, case.ulysses)
     positions = ulysses_layout(call.layout, case.ulysses, ring_rank).positions(ulysses_rank)
     values = _expected_on_ring_rank(case, number, case.on_ring(call), ring_rank)
-    return {name: x.index_select(2 if name.startswith("lse") else 1, positions) for name, x in values.items()}
+    results = {name: x.index_select(2 if name.startswith("lse") else 1, positions) for name, x in values.items()}
+    return results | (_expected_max_logits(case, number, case.on_ring(call)) if case.max_logits else {})
+
+
+def _expected_max_logits(case: Case, number: int, call: RecordedCall) -> dict[str, Tensor]:
+    """Return the largest value that a stand-in of the forward computes, if each hop is one launch."""
+    ranks, whole = range(call.layout.world), inputs(case, number)
+    shards = [[call.layout.shard(whole[name], rank).float() for name in "kv"] for rank in ranks]
+    pairs = [(key_weights(case, call, rank, other)[:, None, None], shards[other]) for rank in ranks for other in ranks]
+    values = [kernels.keys(k * weights, v * weights) for weights, (k, v) in pairs if weights.any()]
+    return {f"max{number}": kernels.per_head(torch.stack(values).amax(0), HEADS)[0]}
 
 
 def _expected_on_ring_rank(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
@@ -283,6 +294,8 @@ EXCHANGES = {
     "unshard": replace(_case("zigzag", 3), unshards=True),
     "halo": replace(_case("zigzag", 3), halos=True),
     "halo, striped": replace(_case("striped", 3), halos=True),
+    "largest logits": replace(_case("zigzag", 3), max_logits=True),
+    "2 x 2 by heads, largest logits": replace(_case("zigzag", 4), ulysses=2, max_logits=True),
     "2 x 2 by heads": replace(_case("zigzag", 4), ulysses=2),
     "1 x 2 by heads, striped": replace(_case("striped", 2, FULL), ulysses=2),
 }

@@ -46,8 +46,12 @@ def sees(bounds: Any) -> float:
     return 1.0 if bounds[0] is None else float((bounds[1] > bounds[0]).any())
 
 
-def forward(q: Any, k: Any, v: Any, before: Any, result: Any, lse: Tensor, bounds: Any, *_: Any, **flags: Any) -> None:
-    values = keys(k[0], v[0]) * sees(bounds)
+def forward(
+    q: Any, k: Any, v: Any, before: Any, result: Any, lse: Tensor, bounds: Any, *rest: Any, **flags: Any
+) -> None:
+    values, row_max = keys(k[0], v[0]) * sees(bounds), rest[-1]
+    if row_max is not None:
+        row_max.copy_(torch.maximum(row_max, per_head(values, q[0].shape[2])[:, :, None]))
     heads, start = q[0].shape[2], bool(flags["HAS_STATE"])
     out = per_head(values, heads)[:, None, :, None] * rows(q[0])
     out = out.expand(result[0].shape) + (before[0].float() if start else 0)
@@ -113,7 +117,7 @@ def dequantize(x: Any, scale: Tensor, out: Any, *_: Any, **flags: Any) -> None:
 
 
 KERNELS: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {
-    "forward_kernel": (forward, (4, 5)),
+    "forward_kernel": (forward, (4, 5, 13)),
     "delta_kernel": (delta, (3,)),
     "dq_kernel": (dq, (7,)),
     "dkdv_kernel": (dkdv, (8, 9)),

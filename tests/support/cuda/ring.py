@@ -213,11 +213,6 @@ class _Session:
         monkeypatch.setattr(ops, "_FORWARD", ops._ring_attention)
         monkeypatch.setattr(ops, "_GRADIENTS", ops.run_backward)
         monkeypatch.setattr(ring_module, "default_ring", lambda *_: self.exchange)
-        monkeypatch.setattr(
-            ring_module,
-            "_new_ring",
-            lambda group, deadline: Ring(group, transport=case.transport, deadline=deadline),
-        )
         self._caches: list[Any] = []
         for module, name in (
             (plan_module, "_shared_plan"), (rows_module, "_cached_rows"), (prepare, "ulysses_layout"),
@@ -302,8 +297,9 @@ class _Session:
                 steps = plan(call.layout, call.mask, *where, runs=len(self.case.runs(call)))
                 for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
                     transport.warm_up(edges)
-            if self.case.unshards or self.case.halos or self.case.ulysses > 1:
-                with self.exchange._exchange("warm-up", GPU):
+            moves = self.case.unshards or self.case.halos or self.case.ulysses > 1
+            for exchanging in [ring] * self.case.max_logits + [self.exchange] * moves:
+                with exchanging._exchange("warm-up", GPU):
                     pass
             tensors = [self.given(0, rank)]
             if self.case.streams > 1:  # allocate slots now: a later allocation would make the host wait
@@ -337,9 +333,12 @@ class _Session:
         if self.case.ulysses > 1:
             extra["group"] = self.meshes[rank]
         q, k, v = (tensors[name].detach().requires_grad_(backward) for name in "qkv")
-        out, lse = ring_attention(
-            q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config, **extra
-        )
+        out, lse, *largest = ring_attention(
+            q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True,
+            return_max_logits=self.case.max_logits, config=self.case.config, **extra,
+        )  # fmt: skip
+        if largest:
+            self.read(rank, f"max{number}", largest[0])
         self.read(rank, f"out{number}", out)
         self.read(rank, f"lse{number}", lse)
         if backward:
