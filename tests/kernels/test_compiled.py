@@ -82,15 +82,12 @@ def test_head_dims_in_two_parts_multiply_less(rows: list[dict[str, Any]]) -> Non
     assert compiled["loops"] == "16 16 16"
 
 
-EPILOGUE = "90:bf16:128:middle:bounded:mha:dkdv:32x128x8x1:dkdv_epilogue=descriptors"
-
-
-@pytest.mark.compiles(EPILOGUE)
+@pytest.mark.compiles("90:bf16:128:middle:dkdv:dkdv_epilogue=descriptors")
 def test_descriptors_in_the_epilogue_end_the_spills() -> None:
-    """This tile has 120 bytes of stack outside its loop when it stores by pointers."""
-    (compiled,) = gate(EPILOGUE)
+    """The default tile has 16 bytes of stack outside its loop when it stores by pointers."""
+    (compiled,) = gate("90:bf16:128:middle:bounded:mha:dkdv:dkdv_epilogue=descriptors")
     assert (compiled["head_dim"], compiled["role"], compiled["options"]) == (128, "middle", "dkdv_epilogue=descriptors")
-    assert compiled["stack"] == 0 and compiled["regs"] <= 214
+    assert compiled["stack"] == 0 and compiled["regs"] <= 230
 
 
 ORDERS = (
