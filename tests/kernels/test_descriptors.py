@@ -101,8 +101,8 @@ def test_loads_equal_pointers_bitwise_in_every_role(
         forward = partial(forward_hops, x, bounds, cuts)
         descriptors, pointers = (with_loads(loads, moved, forward) for loads in LOAD_MODES)
         torch.testing.assert_close(descriptors, pointers, **NEAR)
-    dq = partial(dq_of_shards, x, bounds, cuts, pointers[1], attention_delta(x.dout, pointers[0]))
-    torch.testing.assert_close(*(with_loads(loads, moved, dq) for loads in LOAD_MODES), **NEAR)
+        dq = partial(dq_of_shards, x, bounds, cuts, pointers[1], attention_delta(x.dout, pointers[0]))
+        torch.testing.assert_close(*(with_loads(loads, moved, dq) for loads in LOAD_MODES), **NEAR)
 
 
 LOAD_SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
