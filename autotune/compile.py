@@ -39,7 +39,7 @@ from ..kernels.bounds import BlockSparseIndex
 from ..kernels.checks import MAX_HEAD_DIM
 from ..kernels.config import MIN_TILE_SIDE, built_in_config, single_pass_tile
 from ..kernels.gpu import MULTIPROCESSOR_SPECS, arch_name, assumed_gpu, is_amd
-from ..kernels.launch import TMA_ARCH, TMA_LOAD_ARCHS, has_tma, is_tma_head_dim
+from ..kernels.launch import TMA_ARCH, TMA_LOAD_HEAD_DIMS, has_tma, is_tma_head_dim
 from ..kernels.quantize import SCALE_TOKENS, dequantize, num_warps, quantize, scale_shape
 from ..kernels.scores import PLAIN
 from ..kernels.tables import DTYPES, SINGLE_PASS_KERNELS, TUNABLE_OPTIONS, OptionItems, OptionValue, tuned_options
@@ -446,8 +446,9 @@ def unsupported_option(variant: KernelVariant, options: OptionItems) -> str | No
         has_boxes = has_tma(variant.arch) and all(map(is_tma_head_dim, (variant.head_dim, variant.head_dim_v)))
         if name == "dkdv_epilogue" and not has_boxes:
             return f"{option}: it needs sm_{TMA_ARCH} or higher, and power-of-two head dims of at least {MIN_TILE_SIDE}"
-        if name == "loads" and (variant.arch not in TMA_LOAD_ARCHS or variant.dtype == "fp32"):
-            return f"{option}: it needs 16 bits and one of {', '.join(f'sm_{arch}' for arch in TMA_LOAD_ARCHS)}"
+        widest = TMA_LOAD_HEAD_DIMS.get(variant.kernel, {})
+        if name == "loads" and (variant.arch not in widest or variant.dtype == "fp32"):
+            return f"{option}: it needs 16 bits and one of {', '.join(f'sm_{arch}' for arch in widest)}"
     return None
 
 

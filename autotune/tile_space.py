@@ -123,7 +123,7 @@ _SCHEDULE: FieldValues = {"order": ORDERS, "persistent": (False, True), "sm_marg
 _PACKED: FieldValues = {"pack_gqa": (False, True)}
 SCHEDULE_FIELDS: dict[str, FieldValues] = {
     "forward": {**_SCHEDULE, **_PACKED, "loads": LOADS},
-    "dq": {**_SCHEDULE, **_PACKED},
+    "dq": {**_SCHEDULE, **_PACKED, "loads": LOADS},
     "dkdv": {**_SCHEDULE, "dkdv_splits": (1, 2, 4, 8), "dkdv_epilogue": EPILOGUES},
     **{kernel: {} for kernel in SINGLE_PASS_KERNELS},
 }

@@ -140,11 +140,13 @@ class BackwardLauncher(QueryLauncher):
         """Write ``accum`` plus dQ from one key shard to ``out``, which may be ``accum`` itself."""
         q, plan = self._q, self._get_plan("dq", k, v, bounds, scores)
         sum_arg = self._cached_carried(out if accum is None else accum)
+        q_rows, k_rows = None if plan.shape.packed else plan.tile.block_q, plan.tile.block_k
+        first, second = self._load_arguments(plan, (self._dout, q_rows), (q, q_rows), (k, k_rows), (v, k_rows))
         launch(
             dq_kernel, plan.grid, q.device,
-            *self._dout_and_q, strided_tensor(k), strided_tensor(v), self._lse, self._delta, sum_arg,
+            *first, self._lse, self._delta, sum_arg,
             self._cached_carried(out),
-            mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores),
+            mask_interval(bounds), plan.shape, self._scale, score_modifiers(scores), *second,
             **plan.options, HAS_SUM=accum is not None, IN_PLACE=out is accum,
         )  # fmt: skip
 

@@ -66,8 +66,8 @@ class KernelConfig:
     Attributes:
         forward, dq, dkdv: Tiles of the forward, dQ and dK/dV kernels.
         forward_kernel: "portable" or "hopper" (sm_90 only).
-        loads: "descriptors" or "pointers". With descriptors, TMA loads the tiles of the forward on sm_90 or later, if
-            addresses and strides are multiples of 16 bytes.
+        loads: "descriptors" or "pointers". With descriptors, TMA loads 16-bit tiles where that is better
+            (``launch.TMA_LOAD_HEAD_DIMS``), if addresses and strides are multiples of 16 bytes.
         dkdv_splits: Number of dK/dV programs per key head; each takes a part of its query heads. A divisor of the query
             heads per key head, or "auto".
         order: Order of tiles. "heads" takes one head after another. "longest" takes the longest tiles of a causal mask
@@ -153,17 +153,17 @@ def value_columns(tile: Tile, head_dim_v: int) -> int:
     return head_dim_v if tile.block_q <= MAX_WIDE_ROWS else min(head_dim_v, MAX_PART_WIDTH)
 
 
-# Untuned defaults. For 16-bit inputs and head dims up to 128, each is the first tile that compiles on Triton 3.6 to 3.9
-# without spills and without serialised wgmma in the loop over tiles (`bench/NOTES.md` has the survey). The search began
-# at 128 query rows per K/V tile (128 keys in dK/dV), as in Triton's fused-attention tutorial. Those for 512 are the
-# best of about ten tiles by the bound of `ringattn inspect`, and no role spills in its loop on Triton 3.7. None was
-# timed on a GPU yet; a tuned table replaces them.
-_HOPPER = {  # 227 KB of shared memory; two forward programs of 4 warps share a multiprocessor and take turns
-    64: KernelConfig(Tile(64, 128, 4, 2), Tile(128, 64, 8, 1), Tile(64, 128, 8, 1)),
-    96: KernelConfig(Tile(64, 128, 4, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 1)),
-    128: KernelConfig(Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 1)),
-    192: KernelConfig(Tile(64, 64, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
-    256: KernelConfig(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
+# Untuned defaults. For 16-bit inputs and head dims up to 128, each compiles on Triton 3.6 to 3.9 without spills and
+# without serialised wgmma in the loop over tiles (`bench/NOTES.md` has the survey). The search began at 128 query rows
+# per K/V tile (128 keys in dK/dV), as in Triton's fused-attention tutorial. Those of dQ and dK/dV on sm_90 and those
+# for 512 are the best of about ten tiles by the bound of `ringattn inspect`, and no role of 512 spills in its loop on
+# Triton 3.7. None was timed on a GPU yet; a tuned table replaces them.
+_HOPPER = {  # 227 KB of shared memory; two programs of 4 warps share a multiprocessor and take turns
+    64: KernelConfig(Tile(64, 128, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
+    96: KernelConfig(Tile(64, 128, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
+    128: KernelConfig(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 1)),
+    192: KernelConfig(Tile(64, 64, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 3)),
+    256: KernelConfig(Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 3)),
     512: KernelConfig(Tile(128, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 16, 8, 1)),
 }
 _BLACKWELL = {  # accumulators in tensor memory, softmax in registers

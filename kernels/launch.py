@@ -28,8 +28,12 @@ Pair = tuple[Tensor, Tensor]
 TMA_ARCH = 90
 """First compute capability whose TMA unit stores tiles to global memory and adds to it."""
 
-TMA_LOAD_ARCHS = (90, 100, 103)
-"""Compute capabilities on which TMA loads 16-bit tiles. On sm_120 and in fp32, loops with pointers are faster."""
+_ANY_HEAD_DIM = range(1, MAX_PART_WIDTH + 1)
+TMA_LOAD_HEAD_DIMS = {"forward": dict.fromkeys((90, 100, 103), _ANY_HEAD_DIM), "dq": {90: range(65, 193)}}
+"""Larger head dims of D and Dv whose 16-bit tiles TMA loads, by kernel and compute capability.
+
+Elsewhere pointers have as good a bound, or descriptors spill or serialise wgmma (``bench/results/LOG.md``).
+"""
 
 LOW_16_BITS = 0xFFFF
 """Mask of the 16 bits that one fp32 number of a ``DropoutCounter`` holds."""
@@ -170,15 +174,12 @@ def has_descriptor_epilogue(config: KernelConfig | None) -> bool:
     return config is not None and config.dkdv_epilogue == "descriptors"
 
 
-def loads_by_tma(config: KernelConfig | None, q: Tensor, v: Tensor) -> bool:
-    """Return True if TMA loads tiles where strides allow: on this GPU, in this dtype, and with this config.
-
-    Head dims above ``MAX_PART_WIDTH`` were only compiled with pointers.
-    """
+def loads_by_tma(kernel: str, config: KernelConfig | None, q: Tensor, v: Tensor) -> bool:
+    """Return True if TMA loads a kernel's tiles where strides allow: on this GPU, in this dtype, with this config."""
     gpu = gpu_specs(q.device)
-    has_tma_loads = gpu is not None and gpu.arch in TMA_LOAD_ARCHS and q.dtype != torch.float32
-    is_narrow = max(q.shape[3], v.shape[3]) <= MAX_PART_WIDTH
-    return has_tma_loads and is_narrow and (config is None or config.loads == "descriptors")
+    if gpu is None or q.dtype == torch.float32 or (config is not None and config.loads == "pointers"):
+        return False
+    return max(q.shape[3], v.shape[3]) in TMA_LOAD_HEAD_DIMS.get(kernel, {}).get(gpu.arch, ())
 
 
 def check_descriptor_support(q: Tensor, v: Tensor) -> None:

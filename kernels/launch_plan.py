@@ -298,7 +298,7 @@ class QueryLauncher:
         options = {**head_dims(self._q, v), **tile_options(tile)}
         dim_v, width = v.shape[3], value_columns(tile, v.shape[3])
         parts = tuple(slice(begin, begin + width) if width < dim_v else None for begin in range(0, dim_v, width))
-        by_tma = loads_by_tma(config, self._q, v)
+        by_tma = loads_by_tma(kernel, config, self._q, v)
         return LaunchPlan(tile, config, grid, shape, options, is_hopper=hopper, by_tma=by_tma, value_parts=parts)
 
     def _load_arguments(self, plan: LaunchPlan, *loads: tuple[Tensor, int | None]) -> tuple[list[Any], list[Any]]:

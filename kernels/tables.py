@@ -53,7 +53,7 @@ _TILE_SCHEDULE: dict[str, Sequence[OptionValue]] = {
 _PACKED: dict[str, Sequence[OptionValue]] = {"pack_gqa": (False, True)}
 TUNABLE_OPTIONS: dict[str, dict[str, Sequence[OptionValue]]] = {
     "forward": {"forward_kernel": FORWARD_KERNELS, "loads": LOADS} | _TILE_SCHEDULE | _PACKED,
-    "dq": _TILE_SCHEDULE | _PACKED,
+    "dq": {"loads": LOADS} | _TILE_SCHEDULE | _PACKED,
     "dkdv": _TILE_SCHEDULE | {"dkdv_splits": range(1, 1025), "dkdv_epilogue": EPILOGUES},
     **{kernel: {} for kernel in SINGLE_PASS_KERNELS},
 }

@@ -27,6 +27,7 @@ from .tile_ops import (
     add_tiles,
     keep_value_rows,
     kept_value_rows,
+    load_block,
     load_lse_log2,
     load_rows,
     matmul_accumulate,
@@ -47,6 +48,7 @@ from .tiles import (
     load_row_bounds,
     program_placement,
     select_head,
+    tensor_argument,
     tile_rows,
     visible_mask,
     visit_key_index,
@@ -84,11 +86,11 @@ def dq_phase(acc, queries, keys, seqlen_k, scores, begin, end, sizes, MASKED: tl
     unit = score_scale_log2(scores)
     for start in range(begin, end, sizes.BLOCK_K):
         offs_k = start + tl.arange(0, sizes.BLOCK_K)
-        k_tile = load_rows(keys.k, offs_k, seqlen_k, sizes.HEAD_DIM, MASKED)
+        k_tile = load_block(keys.k, start, offs_k, seqlen_k, sizes.HEAD_DIM, MASKED)
         positions = load_column_positions(scores, offs_k, seqlen_k)
         qk, tanh = modify_scores(matmul_nt(queries.q, k_tile), scores, positions)
         p = tl.exp2(qk * unit - queries.lse[:, None])
-        v_tile = load_rows(keys.v, offs_k, seqlen_k, sizes.HEAD_DIM_V, MASKED)
+        v_tile = load_block(keys.v, start, offs_k, seqlen_k, sizes.HEAD_DIM_V, MASKED)
         dp = matmul_nt(kept_value_rows(queries.dout, sizes.HEAD_DIM_V), v_tile)
         if scores.modifiers.counter is not None:
             dp = tl.where(dropout_keep_mask(scores, positions, False), dp * scores.modifiers.kept, 0.0)
@@ -114,6 +116,7 @@ def dq_range(acc, queries, keys, seqlen_k, scores, key_range, sizes, HAS_HEAD: t
 @triton.jit
 def dq_kernel(
     dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers,
+    dout_second, q_second, k_second, v_second,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +125,8 @@ def dq_kernel(
     The result is added to ``dq_in`` if HAS_SUM and written to ``dq_out``, both ``[B, Sq, H, D]``. IN_PLACE says that
     they are the same tensor.
     """
-    queries, keys = Queries(q, dout, lse, delta), Keys(k, v)
+    queries = Queries(tensor_argument(q, q_second), tensor_argument(dout, dout_second), lse, delta)
+    keys = Keys(tensor_argument(k, k_second), tensor_argument(v, v_second))
     if shape.order.count is None:
         visit = visit_query_tile(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
         if IN_PLACE and visit.column_range.end <= visit.column_range.start:  # nothing to add
@@ -146,8 +150,8 @@ def dq_tile(queries, keys, dq_in, dq_out, bounds, shape, softmax_scale, modifier
     row, column = head_row_offset(batch, heads, shape), head_column(heads, shape)
     lse = load_lse_log2(queries.lse + row, offs_q, shape.rows)
     delta = tl.load(queries.delta + row + offs_q, mask=offs_q < shape.rows, other=0.0)
-    q = load_rows(select_head(queries.q, batch, column), offs_q, shape.rows, sizes.HEAD_DIM, True)
-    dout = keep_value_rows(select_head(queries.dout, batch, column), offs_q, shape.rows, sizes)
+    q = load_block(select_head(queries.q, batch, column), visit.first, offs_q, shape.rows, sizes.HEAD_DIM, True)
+    dout = keep_value_rows(select_head(queries.dout, batch, column), visit.first, offs_q, shape.rows, sizes)
     queries = Queries(q, dout, lse, delta)
     place = load_tile_position(modifiers, offs_q, shape.rows, batch, column)
     scores = TileScores(lo, hi, place, modifiers, softmax_scale)

@@ -92,7 +92,7 @@ def dkdv_tile(
     lo, hi = load_row_bounds(bounds, offs_k, visit.keys, shape.columns)
     head_k = head if shape.splits is None else head // shape.splits
     k = load_rows(select_head(keys.k, batch, head_k), offs_k, seqlen_k, sizes.HEAD_DIM, True)
-    keys = Keys(k, keep_value_rows(select_head(keys.v, batch, head_k), offs_k, seqlen_k, sizes))
+    keys = Keys(k, keep_value_rows(select_head(keys.v, batch, head_k), first, offs_k, seqlen_k, sizes))
 
     dk, dv = zero_tile(sizes.BLOCK_K, sizes.HEAD_DIM), zero_tile(sizes.BLOCK_K, sizes.HEAD_DIM_V)
     MASKED: tl.constexpr = bounds.lo is not None or bounds.seqused_k is not None or RAGGED

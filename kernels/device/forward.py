@@ -68,7 +68,7 @@ def forward_phase(acc, l_i, m_i, q, keys, seqlen_k, scores, begin, end, sizes, M
     unit = score_scale_log2(scores)
     for start in range(begin, end, sizes.BLOCK_K):
         offs_k = start + tl.arange(0, sizes.BLOCK_K)
-        k_tile = load_block(keys.k, start, seqlen_k, sizes.BLOCK_K, sizes.HEAD_DIM, MASKED)
+        k_tile = load_block(keys.k, start, offs_k, seqlen_k, sizes.HEAD_DIM, MASKED)
         positions = load_column_positions(scores, offs_k, seqlen_k)
         qk, _ = modify_scores(matmul_nt(q, k_tile), scores, positions)
         if MASKED:
@@ -83,7 +83,7 @@ def forward_phase(acc, l_i, m_i, q, keys, seqlen_k, scores, begin, end, sizes, M
         l_i = l_i * alpha + tl.sum(p, 1)
         if scores.modifiers.counter is not None:  # after the sum, because lse covers dropped weights, too
             p = tl.where(dropout_keep_mask(scores, positions, False), p, 0.0)
-        v_tile = load_block(keys.v, start, seqlen_k, sizes.BLOCK_K, sizes.HEAD_DIM_V, MASKED)
+        v_tile = load_block(keys.v, start, offs_k, seqlen_k, sizes.HEAD_DIM_V, MASKED)
         acc = matmul_accumulate(p, v_tile, scale_tile(acc, alpha[:, None]))
         m_i = m_new
     return acc, l_i, m_i
@@ -157,10 +157,7 @@ def forward_tile(
     acc = zero_tile(sizes.BLOCK_Q, sizes.HEAD_DIM_V)
     l_i = tl.zeros([sizes.BLOCK_Q], tl.float32)
     m_i = l_i - float("inf")
-    if shape.packed is None:
-        q_tile = load_block(select_head(q, batch, head), visit.first, shape.rows, sizes.BLOCK_Q, sizes.HEAD_DIM, True)
-    else:
-        q_tile = load_rows(select_head(q, batch, column), offs_q, shape.rows, sizes.HEAD_DIM, True)
+    q_tile = load_block(select_head(q, batch, column), visit.first, offs_q, shape.rows, sizes.HEAD_DIM, True)
     place = load_tile_position(modifiers, offs_q, shape.rows, batch, column)
     scores = TileScores(lo, hi, place, modifiers, softmax_scale)
     keys = Keys(select_head(keys.k, batch, head // shape.group), select_head(keys.v, batch, head // shape.group))

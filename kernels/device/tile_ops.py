@@ -44,9 +44,9 @@ def padded_width(head_dim):
 
 @triton.constexpr_function
 def needs_reload(dtype, *head_dims):
-    """Return True if 16 fp32 rows of these head dims, kept for a whole loop, exceed 99 KB of shared memory."""
+    """Return True if 16 rows of these head dims exceed 99 KB of shared memory. TMA loads only narrower rows."""
     columns = sum(first_part_width(dim) + second_part_width(dim) for dim in head_dims)
-    return dtype == tl.float32 and columns > 2 * MAX_PART_WIDTH
+    return dtype == tl.pointer_type(tl.float32) and columns > 2 * MAX_PART_WIDTH
 
 
 @triton.jit
@@ -65,8 +65,9 @@ def load_rows(tensor, offs, limit, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr, 
 
 
 @triton.jit
-def load_block(tensor, start, limit, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr):
-    """Load the rows from ``start`` on like `load_rows`; TMA loads those of a ``TmaTensor``."""
+def load_block(tensor, start, offs, limit, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr):
+    """Load the rows ``offs`` like `load_rows`. TMA loads those of a ``TmaTensor``, which must begin at ``start``."""
+    ROWS: tl.constexpr = offs.shape[0]
     FIRST: tl.constexpr = first_part_width(HEAD_DIM)
     SECOND: tl.constexpr = second_part_width(HEAD_DIM)
     if isinstance(tensor[0], tl.tensor_descriptor):
@@ -76,7 +77,7 @@ def load_block(tensor, start, limit, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
         else:
             return (first, tensor.second.load([tensor.batch, start, tensor.head, FIRST]).reshape(ROWS, SECOND))
     else:
-        return load_rows(tensor, start + tl.arange(0, ROWS), limit, HEAD_DIM, CHECK)
+        return load_rows(tensor, offs, limit, HEAD_DIM, CHECK)
 
 
 @triton.jit
@@ -99,12 +100,12 @@ def load_part(
 
 
 @triton.jit
-def keep_value_rows(tensor, offs, limit, sizes):
+def keep_value_rows(tensor, start, offs, limit, sizes):
     """Load rows of v or dO for all steps of a loop, or return the arguments with which each step loads them."""
-    if needs_reload(tensor.ptr.dtype.element_ty, sizes.HEAD_DIM, sizes.HEAD_DIM_V):
+    if needs_reload(tensor[0].dtype, sizes.HEAD_DIM, sizes.HEAD_DIM_V):
         return tensor, offs, limit
     else:
-        return load_rows(tensor, offs, limit, sizes.HEAD_DIM_V, True)
+        return load_block(tensor, start, offs, limit, sizes.HEAD_DIM_V, True)
 
 
 @triton.jit

@@ -58,7 +58,7 @@ class TmaTensor(NamedTuple):
     first: Any
     """TMA descriptor of the whole tensor, in tiles with the first part of the head dim."""
     second: Any
-    """The same with the second part, or None if there is only one part."""
+    """The same with the second part; the first descriptor again if there is only one part."""
     batch: Any = 0
     head: Any = 0
 
@@ -200,7 +200,7 @@ def head_row_offset(batch, head, shape):
 def tensor_argument(tensor, second):
     """Return a kernel argument for `select_head`: a ``StridedTensor``, or descriptors as a ``TmaTensor``."""
     if isinstance(tensor, tl.tensor_descriptor):
-        return TmaTensor(tensor, second)
+        return TmaTensor(tensor, tensor if second is None else second)  # Triton 3.6 cannot return None in a tuple
     else:
         return tensor
 

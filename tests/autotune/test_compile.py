@@ -102,7 +102,7 @@ def test_timed_and_checked_launches_were_compiled(kernel: str, mask: str, monkey
             {"persistent": True, "sm_margin": 8},
             {"loads": "pointers"},
         ],
-        "dq": [{}, {"order": "longest", "persistent": True}],
+        "dq": [{}, {"order": "longest", "persistent": True}, {"loads": "pointers"}],
         "dkdv": [{}, {"dkdv_splits": 2}, {"dkdv_epilogue": "descriptors"}, {"order": "longest"}],
     }
     tiles = [attach_options(Tile(64, 32, 4, 2), choice) for choice in options.get(kernel, [{}])]
@@ -138,7 +138,7 @@ def test_timed_and_checked_launches_were_compiled(kernel: str, mask: str, monkey
     ("90:bf16:128:middle:forward:order=heads", {"forward"}, 4, ""),  # the default is dropped
     ("90:bf16:128/64:dkdv_epilogue=descriptors", {"dkdv"}, 16, "dkdv_epilogue=descriptors"),
     ("90:bf16:128:hopper", {"forward"}, 16, "forward_kernel=hopper"),
-    ("90:bf16:96:loads=pointers", {"forward"}, 16, "loads=pointers"),
+    ("90:bf16:96:loads=pointers", {"forward", "dq"}, 32, "loads=pointers"),
     ("90:bf16:256:hopper_backward", {"single_pass"}, 16, "backward=hopper"),  # its entry point checks the head dim
     ("80:fp32:40:quantize", {"quantize"}, 1, ""),
 ])  # fmt: skip

@@ -99,7 +99,7 @@ def test_candidate_options_are_valid_in_tables() -> None:
     # two orders; not persistent, persistent with and without a margin; packed or not; loads by pointers
     ("forward", 4, 90, (128, 128), 2 * 3 * 2 - 1 + 1),
     ("forward", 1, 120, (128, 128), 2 * 3 - 1),
-    ("dq", 1, 90, (128, 128), 2 * 3 - 1),
+    ("dq", 1, 90, (128, 128), 2 * 3 - 1 + 1),
     ("dkdv", 4, 90, (128, 128), 2 * 3 * 3 * 2 - 1),  # 1, 2 and 4 splits; pointers or descriptors
     ("dkdv", 3, 90, (128, 64), 2 * 3 * 2 - 1),
     ("dkdv", 3, 80, (128, 64), 2 * 3 - 1),  # no descriptors on this GPU or with this head dim

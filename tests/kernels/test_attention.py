@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,11 @@ from ..support.kernel_cases import (
     dense_mask,
     dkdv_of_shards,
     documents,
+    dq_of_shards,
     exact,
     forward_hops,
     inputs,
     interval,
-    narrow_keys,
     ours,
     pytorch,
     tiles,
@@ -193,20 +193,8 @@ CUTS = ([0, 17, 40], [0, 32, 32, 33, 40])
 
 def hop_gradients(x: Inputs, bounds: Bounds, cuts: Sequence[int], out: Tensor, lse: Tensor) -> Results:
     """Return the results of hops: dQ over key shards and dK/dV over query shards, in fp32 sums cast at the end."""
-    q, k, v, dout, dlse = x
-    delta = attention_delta(dout, out, dlse)
-    shards = list(pairwise(cuts))
-    dq: Tensor | None = None
-    for i, (begin, end) in enumerate(shards):
-        into = torch.empty_like(q) if i == len(shards) - 1 else dq if dq is not None else torch.empty_like(q).float()
-        keys, values = k[:, begin:end], v[:, begin:end]
-        result = attention_dq(
-            dout, q, keys, values, lse, delta, bounds=narrow_keys(bounds, begin, end), accum=dq, out=into
-        )
-        assert result is into
-        dq = result
-    assert dq is not None
-    return Results(out, lse, dq, *dkdv_of_shards(x, bounds, cuts, lse, delta))
+    call = x, bounds, cuts, lse, attention_delta(x.dout, out, x.dlse)
+    return Results(out, lse, dq_of_shards(*call), *dkdv_of_shards(*call))
 
 
 HOPS = cycle_values(["full", "causal", "documents", "first rows blind"], DTYPES, CUTS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,23 +22,36 @@ from ringattn.kernels import (
     KernelConfig,
     Scores,
     attention_backward,
+    attention_delta,
     attention_dkdv,
+    attention_dq,
     attention_forward,
     launch,
     launch_plan,
 )
 from ringattn.kernels.config import LOADS as LOAD_MODES
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
+from ringattn.kernels.tables import KERNELS
 
 from ..support import kernel_cases
 from ..support.descriptor_stand_in import install
-from ..support.kernel_cases import DEVICE, Inputs, Sizes, cycle_values, dkdv_of_shards, forward_hops, interval, tiles
+from ..support.kernel_cases import (
+    DEVICE,
+    Inputs,
+    Sizes,
+    cycle_values,
+    dkdv_of_shards,
+    dq_of_shards,
+    forward_hops,
+    interval,
+    tiles,
+)
 from .test_compiled import compiling
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="of the interpreter, or of no GPU")
-TILES = POINTERS = tiles(32, 32)
+TILES, POINTERS = tiles(32, 16), tiles(32, 32)  # with 16 keys a phase of the loop has several tiles
 DESCRIPTORS = replace(POINTERS, dkdv_epilogue="descriptors")
 SIZES = Sizes(20, 45, head_dim=16, head_dim_v=32, heads=4, kv_heads=2, batch=2)  # the last tile has 13 of 32 keys
 SMALL = replace(SIZES, heads=2, kv_heads=1)
@@ -64,14 +78,12 @@ LOADS = cycle_values(
 
 
 @pytest.fixture
-def any_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let TMA load fp32 tiles, too."""
-    monkeypatch.setattr(
-        launch_plan, "loads_by_tma", lambda config, q, v: config is None or config.loads == "descriptors"
-    )
+def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let TMA load tiles of every dtype and head dim."""
+    monkeypatch.setattr(launch_plan, "loads_by_tma", lambda kernel, config, *_: config.loads == "descriptors")
 
 
-def forward_by(loads: str, moved: set[str], call: Callable[..., Any]) -> Any:
+def with_loads(loads: str, moved: set[str], call: Callable[..., Any]) -> Any:
     """Return ``call(config=…)`` with tiles that are loaded as ``loads`` says."""
     moved.clear()
     results = call(config=replace(TILES, loads=loads))
@@ -79,46 +91,52 @@ def forward_by(loads: str, moved: set[str], call: Callable[..., Any]) -> Any:
     return results
 
 
-@pytest.mark.usefixtures("any_dtype")
+@pytest.mark.usefixtures("any_tile")
 @pytest.mark.parametrize(("kind", "head_dims", "dtype"), LOADS)
 def test_loads_equal_pointers_bitwise_in_every_role(
     kind: str, head_dims: tuple[int, int], dtype: torch.dtype, moved: set[str]
 ) -> None:
-    x = inputs(Sizes(35, 45, *head_dims, heads=2, kv_heads=1, batch=2), dtype)
+    x, bounds = inputs(Sizes(35, 45, *head_dims, heads=2, kv_heads=1, batch=2), dtype), interval(kind, 35, 45)
     for cuts in ([0, 45], [0, 20, 20, 21, 45]):  # an only hop; a first, two middle (one without keys) and a last hop
-        hops = partial(forward_hops, x, interval(kind, 35, 45), cuts)
-        torch.testing.assert_close(*(forward_by(loads, moved, hops) for loads in LOAD_MODES), **NEAR)
+        forward = partial(forward_hops, x, bounds, cuts)
+        descriptors, pointers = (with_loads(loads, moved, forward) for loads in LOAD_MODES)
+        torch.testing.assert_close(descriptors, pointers, **NEAR)
+        dq = partial(dq_of_shards, x, bounds, cuts, pointers[1], attention_delta(x.dout, pointers[0]))
+        torch.testing.assert_close(*(with_loads(loads, moved, dq) for loads in LOAD_MODES), **NEAR)
 
 
-FORWARD_SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
+LOAD_SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
     "modified": (
         FULL,
-        Scores(0.0, torch.rand(4), 0.3, 5, 0, *(torch.arange(n).int() for n in (35, 45))),
+        Scores(0.0, torch.rand(4), 0.3, 5, 0, *(torch.arange(n).int() for n in (20, 45))),
         {},
     ),
     "used": (Bounds(None, None, torch.tensor([45, 7], dtype=torch.int32)), Scores(softcap=20.0), {}),
-    "block_sparse": (Bounds(None, None, None, BlockSparseIndex(torch.eye(2, dtype=torch.bool), 32)), Scores(), {}),
+    "block_sparse": (Bounds(None, None, None, BlockSparseIndex(torch.eye(1, 2, dtype=torch.bool), 32)), Scores(), {}),
     "packed": (FULL, Scores(), {"pack_gqa": True, "order": "longest", "persistent": True, "sm_margin": 18}),
 }
 
 
-@pytest.mark.parametrize("name", FORWARD_SITUATIONS)
+@pytest.mark.usefixtures("any_tile")
+@pytest.mark.parametrize("name", LOAD_SITUATIONS)
 def test_loads_equal_pointers_with_other_features(name: str, moved: set[str]) -> None:
     """The tensors are slices of larger ones filled with NaN, so rows past the end must not be read."""
-    bounds, scores, options = FORWARD_SITUATIONS[name]
-    x = inputs(Sizes(35, 45, 24, 40, heads=4, kv_heads=2, batch=2), torch.float16)
-    views = [torch.full((3, 64, 6, t.shape[3]), torch.nan, dtype=t.dtype, device=DEVICE) for t in x[:3]]
-    for number, t in enumerate(x[:3]):
+    bounds, scores, options = LOAD_SITUATIONS[name]
+    x = inputs(replace(SIZES, head_dim=24, head_dim_v=40), torch.float16)
+    views = [torch.full((3, 64, 6, t.shape[3]), torch.nan, dtype=t.dtype, device=DEVICE) for t in x[:4]]
+    for number, t in enumerate(x[:4]):
         views[number] = views[number][1:, : t.shape[1], 1 : t.shape[2] + 1].copy_(t)
     moved_scores: dict[str, Any] = {name: t.to(DEVICE) for name, t in vars(scores).items() if isinstance(t, Tensor)}
     call: dict[str, Any] = {"bounds": bounds.to(DEVICE), "scores": replace(scores, **moved_scores)}
 
-    def forward(tensors: Sequence[Tensor], config: KernelConfig) -> Any:
-        return attention_forward(*tensors, config=replace(config, **options), **call)
+    def forward_and_dq(tensors: Sequence[Tensor], config: KernelConfig) -> Any:
+        q, k, v, dout = tensors
+        call["config"] = replace(config, **options)
+        out, lse = attention_forward(q, k, v, **call)
+        return out, lse, attention_dq(dout, q, k, v, lse, lse / 8, **call)
 
-    expected = forward_by("pointers", moved, partial(forward, x[:3]))
-    for tensors in (x[:3], views):
-        torch.testing.assert_close(forward_by("descriptors", moved, partial(forward, tensors)), expected, **NEAR)
+    expected = with_loads("pointers", moved, partial(forward_and_dq, x[:4]))
+    torch.testing.assert_close(with_loads("descriptors", moved, partial(forward_and_dq, views)), expected, **NEAR)
 
 
 UNFIT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -129,25 +147,35 @@ UNFIT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.usefixtures("any_tile")
 @pytest.mark.parametrize("name", UNFIT)
 def test_tensors_that_tma_cannot_load_are_loaded_by_pointers(name: str, moved: set[str]) -> None:
     """A single such tensor suffices, because TMA loads all tensors or none."""
     x = inputs(SIZES, torch.float16)
     unfit = (x.k[:, :0], UNFIT[name](x.v)) if name == "empty" else (x.k, UNFIT[name](x.v))
-    made = attention_forward(x.q, *unfit, config=TILES)
+    fit = unfit[0].clone(), unfit[1].clone()
+    made = _, lse = attention_forward(x.q, *unfit, config=TILES)
+    dq = attention_dq(x.dout, x.q, *unfit, lse, lse / 8, config=TILES)
     assert "load" not in moved
-    torch.testing.assert_close(made, attention_forward(x.q, *(t.clone() for t in unfit), config=TILES), **NEAR)
+    torch.testing.assert_close(made, attention_forward(x.q, *fit, config=TILES), **NEAR)
+    torch.testing.assert_close(dq, attention_dq(x.dout, x.q, *fit, lse, lse / 8, config=TILES), **NEAR)
 
 
 @INTERPRETED
-def test_tma_loads_16_bit_tiles_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    for arch in (None, 80, 89, 90, 100, 103, 120):
+def test_tma_loads_16_bit_tiles_where_that_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: dict[tuple[str, int | None], tuple[int, ...]] = {("dq", 90): (96, 192)}
+    served |= {("forward", arch): (64, 96, 192, 193, 256) for arch in (90, 100, 103)}
+    for arch, kernel in product((None, 80, 89, 90, 100, 103, 120), (*KERNELS, "single_pass")):
         monkeypatch.setattr(launch, "gpu_specs", lambda device, arch=arch: arch and assumed_gpu(arch))
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            q, has_tma = torch.empty(1, 0, 1, 64, dtype=dtype), arch in (90, 100, 103) and dtype != torch.float32
+        for dtype, dims in product(
+            (torch.float16, torch.bfloat16, torch.float32),
+            ((64, 8), (64, 96), (192, 64), (193, 64), (8, 256), (64, 257)),
+        ):
+            q, v = (torch.empty(1, 0, 1, dim, dtype=dtype) for dim in dims)
+            has_tma = dtype != torch.float32 and max(dims) in served.get((kernel, arch), ())
             for config in (None, KernelConfig(), KernelConfig(loads="pointers")):
                 asks = config is None or config.loads == "descriptors"
-                assert launch.loads_by_tma(config, q, q) == (has_tma and asks)
+                assert launch.loads_by_tma(kernel, config, q, v) == (has_tma and asks)
 
 
 def numbers(*shape: int) -> Tensor:

@@ -20,6 +20,7 @@ from ringattn.kernels import (
     Tile,
     attention_backward,
     attention_dkdv,
+    attention_dq,
     attention_forward,
 )
 from ringattn.reference.masks import add_head_dim
@@ -304,3 +305,20 @@ def dkdv_of_shards(
         assert sums[0] is into[0] and sums[1] is into[1]
     assert sums is not None
     return sums
+
+
+def dq_of_shards(
+    x: Inputs, bounds: Bounds, cuts: Sequence[int], lse: Tensor, delta: Tensor, config: KernelConfig | None = None
+) -> Tensor:
+    """Compute dQ over key shards, with an fp32 sum updated in place until the last shard."""
+    dq: Tensor | None = None
+    for begin, end in pairwise(cuts):
+        into = torch.empty_like(x.q) if end == cuts[-1] else dq if dq is not None else torch.empty_like(x.q).float()
+        made = attention_dq(
+            x.dout, x.q, x.k[:, begin:end], x.v[:, begin:end], lse, delta,
+            bounds=narrow_keys(bounds, begin, end).to(x.q.device), accum=dq, out=into, config=config,
+        )  # fmt: skip
+        assert made is into
+        dq = made
+    assert dq is not None
+    return dq
