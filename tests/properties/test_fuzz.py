@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import pytest
@@ -15,47 +13,13 @@ from ringattn.reference import masks
 from ringattn.ring import moves, ops, prepare, shards
 
 from .fuzz import Fuzz, main, search
-from .fuzz_draw import BASE, WRONG, Literals, draw_line
+from .fuzz_draw import Literals
 
 pytestmark = [
     pytest.mark.usefixtures("one_core", "poison"),
     # tanh of a large score overflows to infinity before it becomes 1
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
 ]
-
-FEATURES = (
-    *("threads", "processes", "alone", "kernels", "packed", "transposed", "float32", "float16", "bfloat16", "triton"),
-    *("contiguous", "zigzag", "striped", "documents", "uneven", "balanced", "spans", "owners"),
-    *("slots", "prefetch", "chunks", "direction", "topology", "wire_dtype", "grad_wire_dtype", "block_mask", "kept"),
-    *("window_size", "causal", "cu_seqlens", "prefix_length", "seqused_k", "key_mask", "leftpad_k", "kv_layout"),
-    *("learnable_sink", "lse", "islands", "intervals"),
-    *("softmax_scale", "softcap", "alibi_slopes", "dropout_p", "first_head", "config"),
-    *("named", "late", "wait", "unshard", "move", "mesh", "align"),
-)
-
-
-def test_every_feature_is_drawn() -> None:
-    """Each wrong value and combinations of many features occur, too."""
-    drawn: Counter[str] = Counter()
-    wrong: set[str] = set()
-    most = 0
-    for number in range(8000):
-        line = draw_line(Random(number))
-        for call in line["calls"]:
-            if "spoil" in call:
-                wrong.add(f"{call['spoil'][:2]}")
-            full_call = BASE | call
-            features = [
-                line["run"],
-                full_call["layout"][0],
-                *(full_call[name] for name in ("strides", "dtype", "backend")),
-            ]
-            features += [*full_call["ring"], *(name for name in call if call[name] != BASE.get(name))]
-            drawn.update(features)
-            most = max(most, len({*features} & {*FEATURES}))
-    assert [name for name in FEATURES if drawn[name] < 20] == []
-    assert {f"{[name, value]}" for name, values in WRONG.items() for value in values} <= wrong
-    assert most > 15
 
 
 def shared(sink: Tensor, q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +28,7 @@ def shared(sink: Tensor, q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def test_a_few_drawn_calls_pass() -> None:
-    assert search(0, range(12)) == []
+    assert search(0, range(6)) == []
 
 
 @pytest.mark.nightly
@@ -96,14 +60,3 @@ def test_injected_defects_are_found(
 ) -> None:
     monkeypatch.setattr(module, name, defect)
     assert message in Fuzz().failure({"run": "alone", "world": 1, "calls": [call]})
-
-
-def test_a_failure_shrinks_to_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "sink_gradient", lambda sink, delta, lse: torch.full_like(sink, 9.0))
-    long = {"tokens": 24, "causal": True, "heads": [2, 2], "ring": {"slots": 4, "chunks": 2}, "lse": True}
-    line = {"run": "threads", "world": 3, "calls": [long, long | SINK | {"wait": 1}, long]}
-    fuzz = Fuzz()
-    small, message = fuzz.shrunk(line, fuzz.failure(line))
-    fuzz.close()
-    assert small == {"run": "threads", "world": 1, "calls": [SINK]}
-    assert message.startswith("dsink: error ")
