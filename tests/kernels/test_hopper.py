@@ -333,9 +333,7 @@ def test_only_compute_capability_9_0_is_accepted(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(hopper_forward_launch, "gpu_specs", lambda device, arch=arch: assumed_gpu(arch))
         assert hopper_forward_launch.is_hopper_device(torch.device("cuda")) == (arch == 90)
     for call, kernel in ((forward, "forward_kernel"), (call_backward, "backward")):
-        with pytest.raises(
-            ValueError, match=rf"q is on \S+: {kernel}='hopper' supports only GPUs of compute capability 9.0"
-        ):
+        with pytest.raises(ValueError, match=rf"q is on \S+: {kernel}='hopper' supports only .* capability 9.0"):
             call(SMALL)
 
 
@@ -397,7 +395,7 @@ def test_results_do_not_depend_on_the_interleaving(launches: Launches) -> None:
     x, y = inputs(Sizes(128, 256, 64), torch.float16), inputs(Sizes(512, 128, 64), torch.float16)
     _, lse, delta = of_forward(y)
     made = []
-    for seed in range(30):
+    for seed in range(16):
         launches.random.seed(seed)
         dq = zero_dq(y)
         made.append((*forward(x, config=config(64, 2 + seed % 2)), dq, *gradients(y, lse, delta, dq)))
