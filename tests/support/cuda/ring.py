@@ -213,11 +213,8 @@ class _Session:
         monkeypatch.setattr(ops, "_FORWARD", ops._ring_attention)
         monkeypatch.setattr(ops, "_GRADIENTS", ops.run_backward)
         monkeypatch.setattr(ring_module, "default_ring", lambda *_: self.exchange)
-        monkeypatch.setattr(
-            ring_module,
-            "_new_ring",
-            lambda group, deadline: Ring(group, transport=case.transport, deadline=deadline),
-        )
+        new_ring = lambda group, deadline, **_: Ring(group, transport=case.transport, deadline=deadline)  # noqa: E731
+        monkeypatch.setattr(ring_module, "_new_ring", new_ring)
         self._caches: list[Any] = []
         for module, name in (
             (plan_module, "_shared_plan"), (rows_module, "_cached_rows"), (prepare, "ulysses_layout"),
