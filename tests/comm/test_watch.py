@@ -594,7 +594,7 @@ def test_an_answering_store_resets_the_pause_between_retries(
         for problem in (*["silent"] * 5, None, "silent"):
             connection.problem = problem
             answers = [watch._exchange() for _ in range(2)]
-            assert answers == ([None] * 2 if problem else [{}] * 2)
+            assert answers == [None if problem else {}] * 2
             pauses += [watch._retry_store_at - clock.now] if problem else []
             clock.now += module.MAX_SILENT_SECONDS
     assert pauses == [2.0, 4.0, 8.0, 16.0, 16.0, 2.0]

@@ -219,7 +219,9 @@ CAUSAL_IMAGES = masking.or_masks(masking.causal_mask_function, IMAGES)
 CHUNKS = masking.chunked_causal_mask_function
 IN_EVAL = ({"dropout_p": 0.3, "train": False}, {"dropout_p": 0.3})  # yunchang applies dropout in eval mode, too
 MORE = unchanged(learnable_sink=SINK, dropout_seed=3, prefix_length=5)
-TORCH = [({"is_causal": True}, {"causal": True}), ({"scale": 0.5}, {"softmax_scale": 0.5}), *unchanged(dropout_p=0.3)]
+TORCH: list[tuple[Call, Call]] = [
+    ({"is_causal": True}, {"causal": True}), ({"scale": 0.5}, {"softmax_scale": 0.5}), *unchanged(dropout_p=0.3),
+]  # fmt: skip
 CASES: dict[Driver, list[tuple[Call, Call]]] = {
     transformer_engine: [
         *unchanged(softmax_scale=0.5, softcap=3.0, window_size=(3, 0)),

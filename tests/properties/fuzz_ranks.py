@@ -104,12 +104,13 @@ def case_of(call: Literals, world: int) -> RingCase:
         name: numbers if dtype is None else torch.tensor(numbers, dtype=dtype) for name, numbers in hosted.items()
     }
     if "block_mask" in call:
-        blocks = (-(-side.reach // block) for side in (layout, kv_layout))
-        arguments["block_mask"] = pattern_of(call["block_mask"], *blocks, block)
+        rows, columns = (-(-side.reach // block) for side in (layout, kv_layout))
+        arguments["block_mask"] = pattern_of(call["block_mask"], rows, columns, block)
     if "islands" in call:
         arguments["islands"] = [*islands_of(call["islands"], hosted.get("cu_seqlens", [0, reach]))]
     if "intervals" in call:
-        arguments["intervals"] = intervals_of(*call["intervals"], layout.reach, kv_layout.reach)
+        kind, seed = call["intervals"]
+        arguments["intervals"] = intervals_of(kind, seed, layout.reach, kv_layout.reach)
     if "alibi_slopes" in call:
         arguments["alibi_slopes"] = torch.rand((heads,) if call["alibi_slopes"] == "heads" else (batch, heads))
     if "config" in call:
