@@ -231,9 +231,9 @@ def in_process(work: Callable[[], object]) -> Any:
 
 def run(jobs: Iterable[tuple[T, Callable[[], Any]]]) -> Iterator[tuple[T, Any]]:
     """Run the jobs in processes, and yield each job with its result."""
-    given, works = zip(*jobs, strict=True)
+    listed = [*jobs]
     with ThreadPoolExecutor(PROCESSES) as pool:
-        yield from zip(given, pool.map(in_process, works), strict=True)
+        yield from zip((job for job, _ in listed), pool.map(in_process, (work for _, work in listed)), strict=True)
 
 
 def main(arguments: list[str]) -> int:
