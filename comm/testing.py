@@ -110,6 +110,11 @@ def constant_tensor(value: int, count: int, device: torch.device) -> torch.Tenso
     return torch.full((count,), value, dtype=torch.int32, device=device)
 
 
+def large_tensor(value: int, device: torch.device) -> torch.Tensor:
+    """Return `LARGE_BYTES` bytes of int32 elements of one value."""
+    return constant_tensor(value, LARGE_BYTES // 4, device)
+
+
 def distinct_values(tensor: torch.Tensor) -> list[float]:
     """Return the distinct values of a tensor."""
     return sorted(set(tensor.tolist())) if tensor.numel() < 100 else torch.unique(tensor).tolist()
@@ -244,24 +249,21 @@ def sends_wait_for_the_fences_in_after(transport: Transport, device: torch.devic
 @case
 def receives_wait_for_the_fences_in_after(transport: Transport, device: torch.device) -> None:
     _, back = ring_neighbours(transport)
-    arrived = constant_tensor(-2, LARGE_BYTES // 4, device)
-    readings: list[float] = []
+    arrived, readings = large_tensor(-2, device), list[float]()
 
     def still_reading() -> None:
         time.sleep(0.05 * (1 + transport.rank))
         readings.extend(distinct_values(arrived))
 
-    pass_on(
-        transport, [constant_tensor(transport.rank, LARGE_BYTES // 4, device)], [arrived], CallbackFence(still_reading)
-    ).wait()
+    pass_on(transport, [large_tensor(transport.rank, device)], [arrived], CallbackFence(still_reading)).wait()
     expect(readings, [-2], "the values in the buffer before its fence was over")
     expect(distinct_values(arrived), [back])
 
 
 @case
 def a_post_can_send_what_an_earlier_post_receives(transport: Transport, device: torch.device) -> None:
-    first, second = constant_tensor(-1, LARGE_BYTES // 4, device), constant_tensor(-1, LARGE_BYTES // 4, device)
-    arrived = pass_on(transport, [constant_tensor(transport.rank, LARGE_BYTES // 4, device)], [first])
+    first, second = large_tensor(-1, device), large_tensor(-1, device)
+    arrived = pass_on(transport, [large_tensor(transport.rank, device)], [first])
     # Send a tensor that is still arriving, as a ring that runs ahead does.
     pass_on(transport, [first], [second], arrived).wait()
     expect(distinct_values(second), [(transport.rank - 2) % transport.size])
@@ -287,11 +289,8 @@ def many_posts_can_be_queued_before_any_wait(transport: Transport, device: torch
 def done_becomes_true_without_a_wait(transport: Transport, device: torch.device) -> None:
     _, back = ring_neighbours(transport)
     wait_until(transport.mark().done)  # a device passes a point some time after the host
-    tensor, arrived = (
-        constant_tensor(transport.rank, LARGE_BYTES // 4, device),
-        constant_tensor(-1, LARGE_BYTES // 4, device),
-    )
-    fence = pass_on(transport, [tensor], [arrived])
+    arrived = large_tensor(-1, device)
+    fence = pass_on(transport, [large_tensor(transport.rank, device)], [arrived])
     wait_until(fence.done)  # a fence is done without anyone waiting for it
     fence.wait()
     expect(distinct_values(arrived), [back])
@@ -301,10 +300,7 @@ def done_becomes_true_without_a_wait(transport: Transport, device: torch.device)
 @case
 def a_sent_buffer_can_be_overwritten_after_the_wait(transport: Transport, device: torch.device) -> None:
     onward, back = ring_neighbours(transport)
-    outgoing, arrived = (
-        constant_tensor(5 + transport.rank, LARGE_BYTES, device),
-        constant_tensor(0, LARGE_BYTES, device),
-    )
+    outgoing, arrived = large_tensor(5 + transport.rank, device), large_tensor(0, device)
     sends, receives = [Message(onward, outgoing)], [Message(back, arrived)]
     if transport.size == 1:
         sent = received = pass_on(transport, [outgoing], [arrived])
@@ -331,8 +327,8 @@ def a_fence_can_be_waited_for_repeatedly(transport: Transport, device: torch.dev
     for _ in range(3):
         fence.wait()
     mark = transport.mark()
-    mark.wait()
-    mark.wait()
+    for _ in range(2):
+        mark.wait()
     transport.post(sends=[], receives=[], after=[fence, mark]).wait()
     expect(int(arrived[0]), back)
 

@@ -98,8 +98,6 @@ def attend_format(
                 f"{name} has shape {list(x.shape)}. With qkv_format {qkv_format!r} it must be [{qkv_format}]."
             )
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    is_padding: Tensor | None
-    lengths: tuple[int, ...] | None = None
     q, k, v = (_batch_first(x, qkv_format) for x in (query, key, value))
     rows, host = q.shape[1], _boundaries_on_host(boundaries)
     if qkv_format == "thd":
@@ -109,11 +107,10 @@ def attend_format(
         layout = kv_layout = packing.layout
         options["cu_seqlens"] = packing.cu_seqlens
         q, k, v = (x[:, : layout.lengths[rank]] for x in (q, k, v))  # the remaining tokens are padding
-        is_padding = _packed_padding(packing, rank, q.device) if packing.has_padding else None
+        edges = packing.cu_seqlens if packing.has_padding else None
     else:
         layout, kv_layout = (_even_layout(x.shape[1] * world, world, contiguous) for x in (q, k))
-        options["seqused_k"] = lengths = _row_lengths(host, mask_type, attn_mask_type, q.shape[0])
-        is_padding = None if lengths is None else _tail_padding(lengths, layout, rank, q.device)
+        options["seqused_k"] = edges = _row_lengths(host, mask_type, attn_mask_type, q.shape[0])
     window = _resolve_window(window_size, attn_mask_type, mask_type.causal)
     aligned = bottom_right is None or bottom_right if mask_type.bottom_right is None else mask_type.bottom_right
     options["align"] = None if layout == kv_layout else "bottom-right" if aligned else "top-left"
@@ -121,25 +118,23 @@ def attend_format(
     options |= {"causal": mask_type.causal, "window_size": window, "layout": layout, "group": group}
     if return_max_logits:
         options |= {"return_max_logits": True}
-        if is_padding is not None:
-            options |= _hide_padding(options["cu_seqlens"] if qkv_format == "thd" else None, lengths, kv_layout.seqlen)
+        if edges is not None:
+            options |= _hide_padding(qkv_format == "thd", edges, kv_layout.seqlen)
     result = ring_attention(q, k, v, kv_layout=None if kv_layout == layout else kv_layout, **options)
     out, max_logits = result if isinstance(result, tuple) else (result, None)
-    if is_padding is not None:
+    if edges is not None:
+        is_padding = _padding(qkv_format == "thd", edges, layout, rank, q.device).read()
         out = out.masked_fill(is_padding[..., None, None], 0)
     out = pad(out.flatten(2), (0, 0, 0, rows - out.shape[1]))
     out = out.transpose(0, 1).contiguous() if qkv_format == "sbhd" else out[0] if qkv_format == "thd" else out
     return out if max_logits is None else (out, max_logits)
 
 
-def _hide_padding(cu_seqlens: tuple[int, ...] | None, lengths: tuple[int, ...] | None, tokens: int) -> dict[str, Any]:
-    """Return the masks with which queries in padding see no key.
-
-    ``cu_seqlens`` are those of a packing, and ``lengths`` the numbers of real tokens of each row; one of them is None.
-    """
-    rows = [cu_seqlens] if lengths is None else [(0, length, tokens) for length in lengths]
+def _hide_padding(packed: bool, edges: tuple[int, ...], tokens: int) -> dict[str, Any]:
+    """Return the masks with which queries in padding see no key; ``edges`` as in `_padding`."""
+    rows = [edges] if packed else [(0, length, tokens) for length in edges]
     numbers = [torch.searchsorted(torch.tensor(row), torch.arange(tokens), right=True) for row in rows]
-    return {"cu_seqlens": [[*row] for row in rows if row is not None], "key_mask": torch.stack(numbers) % 2 == 1}
+    return {"cu_seqlens": [[*row] for row in rows], "key_mask": torch.stack(numbers) % 2 == 1}
 
 
 def _batch_first(x: Tensor, qkv_format: str) -> Tensor:
@@ -254,34 +249,20 @@ def _row_lengths(host: HostBoundaries, mask_type: MaskType, name: str, batch: in
     return lengths
 
 
-# Padding masks stay cached on the device, because all layers use the same one and each copy synchronises the host.
-# They are normal tensors even in inference mode, because autograd saves them.
-
-
-def _packed_padding(packing: Packing, rank: int, device: torch.device) -> Tensor:
-    """Return a bool mask ``[tokens]`` of a rank's tokens, True for padding between packed documents."""
-    return _cached_packed_padding(packing, rank, device).read()
-
-
 @lru_cache(maxsize=PACKING_CACHE_SIZE)
 @torch.inference_mode(False)
-def _cached_packed_padding(packing: Packing, rank: int, device: torch.device) -> SharedValue[Tensor]:
-    after = torch.searchsorted(torch.tensor(packing.cu_seqlens), packing.layout.positions(rank), right=True)
-    is_padding = (after % 2 == 0).to(device)
-    return SharedValue(is_padding, (is_padding,))
-
-
-def _tail_padding(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """Return a bool mask ``[B, tokens]`` of a rank's tokens, True from the row's length in ``lengths`` on."""
-    return _cached_tail_padding(lengths, layout, rank, device).read()
-
-
-@lru_cache(maxsize=PACKING_CACHE_SIZE)
-@torch.inference_mode(False)
-def _cached_tail_padding(
-    lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device
+def _padding(
+    packed: bool, edges: tuple[int, ...], layout: Layout, rank: int, device: torch.device
 ) -> SharedValue[Tensor]:
-    is_padding = (layout.positions(rank) >= torch.tensor(lengths)[:, None]).to(device)
+    """Return a bool mask of a rank's tokens, True for padding: ``[tokens]`` if ``packed``, or ``[B, tokens]``.
+
+    ``edges`` alternates the ends of documents and of their padding, or has the length of each row. Masks stay cached
+    on the device, because all layers use the same one and each copy synchronises the host. They are normal tensors
+    even in inference mode, because autograd saves them.
+    """
+    where, at = layout.positions(rank), torch.tensor(edges)
+    is_padding = torch.searchsorted(at, where, right=True) % 2 == 0 if packed else where >= at[:, None]
+    is_padding = is_padding.to(device)
     return SharedValue(is_padding, (is_padding,))
 
 

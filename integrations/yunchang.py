@@ -39,25 +39,13 @@ from ..comm import Group, GroupLike, group_rank_size, resolve_group, resolve_mes
 from . import ring_flash_attn, unit_stride
 
 RING_LAYOUTS: dict[str, LayoutLike] = {
-    "basic": "contiguous",
-    "zigzag": "zigzag",
-    "strip": "striped",
-    "basic_pytorch": "contiguous",
-    "basic_flashinfer": "contiguous",
-    "basic_npu": "contiguous",
-}
+    "basic": "contiguous", "zigzag": "zigzag", "strip": "striped", "basic_pytorch": "contiguous",
+    "basic_flashinfer": "contiguous", "basic_npu": "contiguous",
+}  # fmt: skip
 """Layout of the ring for each ``ring_impl_type``, as the name of a constructor of ``Layout``."""
 EXACT_KERNELS = (
-    "aiter",
-    "fa",
-    "fa3",
-    "flashinfer",
-    "torch_math",
-    "torch_flash",
-    "torch_efficient",
-    "torch_cudnn",
-    "npu",
-)
+    "aiter", "fa", "fa3", "flashinfer", "torch_math", "torch_flash", "torch_efficient", "torch_cudnn", "npu",
+)  # fmt: skip
 """Values of ``AttnType`` whose results are exact up to rounding."""
 
 

@@ -75,11 +75,7 @@ class Peers:
 
     def gather_merged(self, value: tuple[object, ...], merge: Callable[[list[Any]], object], *, what: str) -> object:
         request = TransportRequest(*value)  # type: ignore[arg-type]
-        fields = {
-            name: there
-            for name, there in self.change.items()
-            if name in TransportRequest._fields and name != "problems"
-        }
+        fields = {name: there for name, there in self.change.items() if name in TransportRequest._fields}
         problems = {name: self.change.get(name, problem) for name, problem in request.problems.items()}
         theirs = tuple(request._replace(**fields, problems=problems))  # type: ignore[arg-type]
         return merge([value] + [theirs] * self.others)
@@ -125,9 +121,7 @@ def test_process_and_virtual_rank_transports_are_not_interchangeable(
             open_transport(group, transport="process_group", device="cpu")
 
     on_ranks(2, fn)
-    with pytest.raises(
-        ValueError, match='"local", which cannot be used: the group has 2 processes: use "nccl" or "process_group'
-    ):
+    with pytest.raises(ValueError, match='"local", which cannot be used: the group has 2 processes: use "nccl"'):
         Peers(monkeypatch, "gloo").choose("local", CPU)
 
 
@@ -135,11 +129,7 @@ def test_process_and_virtual_rank_transports_are_not_interchangeable(
     ("transport", "device", "match"),
     [
         ("ncl", CPU, "transport is 'ncl': it must be one of auto, local, nccl, process_group, nccl_one_sided"),
-        (
-            "auto",
-            torch.device("meta"),
-            "device is device\\(type='meta'\\): it must be cpu or a CUDA device that torch sees",
-        ),
+        ("auto", torch.device("meta"), "device is device\\(type='meta'\\): it must be cpu or a CUDA device that torch"),
         ("process_group", CPU, "torch.distributed is not initialised"),
         ("nccl", CPU, "it moves CUDA tensors, but device is cpu"),
         ("nccl_one_sided", CPU, r'"nccl_one_sided", .*: it moves CUDA tensors, but device is cpu \(rank 0\)'),
@@ -162,12 +152,7 @@ def test_transports_refused_for_a_single_rank(
         ("process_group", "cpu:gloo,cuda:gloo", CUDA, r"the group's backend for CUDA tensors is gloo.* \(rank 0\)"),
         ("process_group", "cuda:nccl", CPU, "the group has no backend for CPU tensors"),
         ("nccl", "cuda:nccl", CUDA, r'CuPy could not be imported.*pip install "ringattn\[cupy-cuda'),
-        (
-            "auto",
-            "cpu:gloo,cuda:gloo",
-            CUDA,
-            r"that works: nccl: CuPy.* \(rank 0\); process_group: .* \(rank 0\); nccl_one_sided: CuPy.* \(rank 0\)",
-        ),
+        ("auto", "cpu:gloo,cuda:gloo", CUDA, r"nccl: CuPy.* \(rank 0\); process_group: .*; nccl_one_sided: CuPy"),
     ],
 )
 def test_transports_refused_for_processes(
@@ -197,9 +182,7 @@ def test_each_topology_level_maps_its_own_edges() -> None:
     (flat,) = selection._levels(3, topology, flat=True)
     assert (flat.members, flat.nodes) == ((0, 2, 3, 1), topology.nodes)
     for nodes in (((0, 1, 2),), ((0,), (1,))):
-        assert (
-            selection._levels(0, Topology(nodes))[0].nodes == ()
-        )  # all edges are inside nodes, or all are between them
+        assert selection._levels(0, Topology(nodes))[0].nodes == ()  # all edges are inside nodes, or all between them
 
 
 def test_the_thread_of_a_transport_holds_no_reference_to_the_group(tmp_path: Path) -> None:
@@ -337,9 +320,7 @@ def test_auto_transfers_through_rccl_on_rocm(able: Peers, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.version, "hip", "7.2")
     assert able.choose("auto", CUDA) == [("process_group",)]
     for name in ("nccl", "nccl_one_sided"):
-        with pytest.raises(
-            ValueError, match=f'"{name}", which cannot be used: this PyTorch is for AMD GPUs; process_g'
-        ):
+        with pytest.raises(ValueError, match=f'"{name}", which cannot be used: this PyTorch is for AMD GPUs'):
             able.choose(name, CUDA)
 
 

@@ -158,11 +158,7 @@ Body = Callable[[LocalGroup], object]
         (exchange, str, "rank 1 has already returned"),
         (send, str, "rank 0 waits until rank 1 takes 12 bytes: rank 1 has already returned"),
         (send, lambda group: receive(group, 4), "expects 16 bytes from rank 0, which sent 12"),
-        (
-            receive,
-            receive,
-            r"rank \d waits for bytes from rank \d: nothing happened for 0\.5 s. Check that all ranks post",
-        ),
+        (receive, receive, r"rank \d waits for bytes from rank \d: nothing happened for 0\.5 s. Check that all ranks"),
     ],
 )
 def test_deadlocked_waits_raise(first: Body, second: Body, match: str) -> None:

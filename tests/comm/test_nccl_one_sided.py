@@ -6,23 +6,19 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, Message, NcclOneSidedTransport, Placed, Slots, TransportError, slot_windows
+from ringattn.comm import LocalGroup, Message, Placed, Slots, TransportError, slot_windows
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports import nccl_one_sided
 from ringattn.comm.transports.nccl_one_sided import OneSidedCommunicator, one_sided_missing
 
-from ..support.cuda.cases import CASES as RINGS
 from ..support.cuda.device import Device
 from ..support.cuda.nccl import Fabric
 from ..support.cuda.one_sided import OneSided, Windows, install_one_sided, opened
-from ..support.cuda.recorder import Recorder
-from ..support.cuda.ring import record
 from ..support.transport_cases import CASES, constant_tensor, on_ranks, ring_neighbours
 from .test_nccl import Library
 
@@ -94,10 +90,7 @@ def test_free_signals_and_data_signals_are_counted_apart(
         monkeypatch.setattr(OneSided, "put", late)
         if mistaken:
             transport._comm.free = transport._comm.data
-        sends, receives = (
-            [Message(1 - group.rank(), constant_tensor(7, 4, CPU))],
-            [Message(1 - group.rank(), constant_tensor(0, 4, CPU))],
-        )
+        sends, receives = ([Message(1 - group.rank(), constant_tensor(value, 4, CPU))] for value in (7, 0))
         for parts in [(sends, receives)] if group.rank() else [([], receives), (sends, [])]:
             transport.post(sends=parts[0], receives=parts[1], after=[transport.mark()]).wait()
         transport.gather(None)
@@ -241,58 +234,3 @@ def test_calls_into_libnccl(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TransportError, match="error 5"):
         communicator.put(1000, 24, 1, 55, 512, 9)
     assert ctypes.sizeof(nccl_one_sided._WaitSignalDesc) == 16
-
-
-# The race checker must report these mistakes.
-
-
-def forgotten(self: OneSided, peer: int, stream: int) -> None:
-    pass
-
-
-def early(self: NcclOneSidedTransport, outgoing: Any, incoming: Any, stream: int, make_room: Any) -> None:
-    """Signal free memory before its last use is over."""
-    for peer, pieces in incoming.items():
-        for _ in pieces:
-            self._comm.free.signal(peer, torch.cuda.Stream(self._device).cuda_stream)  # type: ignore[no-untyped-call]
-    make_room(self, outgoing, {}, stream)
-
-
-def one_more(self: NcclOneSidedTransport, outgoing: Any, incoming: Any, stream: int, put: Any) -> None:
-    """Signal the data before writing it."""
-    for peer in outgoing:
-        self._comm.data.signal(peer, stream)
-    put(self, outgoing, incoming, stream)
-
-
-def unwaited(self: NcclOneSidedTransport, outgoing: Any, incoming: Any, stream: int, put: Any) -> None:
-    """Do not wait for arriving data."""
-    put(self, outgoing, {}, stream)
-
-
-ROOM, PUT = NcclOneSidedTransport._make_room, NcclOneSidedTransport._put
-MISTAKES: list[tuple[Any, str, Any, str, tuple[str, ...]]] = [
-    (OneSided, "signal", forgotten, "world 4", ("waits for a value that nobody writes",)),
-    (NcclOneSidedTransport, "_make_room", lambda self, outgoing, incoming, stream: None, "world 4", ("race", "slot")),
-    (NcclOneSidedTransport, "_make_room", partial(early, make_room=ROOM), "world 4", ("race", "slot", "copy")),
-    (NcclOneSidedTransport, "_put", partial(unwaited, put=PUT), "world 4", ("race", "slot", "kernel")),
-    (NcclOneSidedTransport, "_put", partial(one_more, put=PUT), "world 4", ("race", "slot", "copy")),
-    (Slots, "_synchronize_zeros", lambda self: None, "full, then a longer window", ("race", "frees it")),
-]
-
-
-@pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize(("owner", "name", "value", "case", "words"), MISTAKES)
-def test_the_race_checker_reports_a_planted_mistake(
-    owner: Any, name: str, value: Any, case: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = Recorder.begin
-
-    def begin_with_it(self: Recorder) -> None:
-        """Plant the mistake after the warm-up."""
-        begin(self)
-        monkeypatch.setattr(owner, name, lambda *given: value(*given))
-
-    monkeypatch.setattr(Recorder, "begin", begin_with_it)
-    problems = record(RINGS["nccl_one_sided"][case]).problems()
-    assert any(all(word in problem for word in words) for problem in problems), problems[:5]

@@ -46,9 +46,8 @@ two-level ring of 4 ranks, 2 nodes of 2; -N->: expected GB/s per direction
   slowest between nodes: 47 GB/s, 0 -> 2, mlx5_0"""
     )
     assert "0 -?-> 1 -?-> 0   unknown" in Topology.flat(2).describe()
-    assert (
-        Topology.flat(1).describe() == "flat ring of 1 rank, 1 node of 1; -N->: expected GB/s per direction\n  ring  0"
-    )
+    alone = "flat ring of 1 rank, 1 node of 1; -N->: expected GB/s per direction\n  ring  0"
+    assert Topology.flat(1).describe() == alone
 
 
 def test_1024_gpus_are_ordered_in_2_seconds() -> None:
@@ -137,11 +136,7 @@ TRAYS = [replace(device, fabric="c/1") for host in range(18) for device in hgx(f
         (nvlink_mesh_host("a", QUADS, 8), (0, 1, 3, 4, 6, 7, 2, 5), {"NVLink 2 x2": 6, "PCIe, one switch": 1}),
         (PAIRS, (0, 1, 3, 2), {"NVLink 3 x4": 2, "PCIe, one switch": 2}),
         (BLIND, (0, 1, 3, 2), {"NVLink ? x4": 2}),  # an unknown NVLink generation still beats PCIe
-        (
-            SHUFFLED,
-            (1, 4, 7, 2, 5, 0, 3, 6),
-            {"PCIe, between sockets": 2},
-        ),  # without NVLink the order follows the PCIe tree
+        (SHUFFLED, (1, 4, 7, 2, 5, 0, 3, 6), {"PCIe, between sockets": 2}),  # the order follows the PCIe tree
         (TRAYS, tuple(range(72)), {"NVLink 4 x18 switch": 72}),  # an NVLink fabric across hosts is one node
     ],
     ids=["DGX-1", "cliques", "bridges", "unknown generation", "PCIe", "fabric"],
@@ -161,17 +156,11 @@ def test_rails_leave_every_node_by_the_same_nic(there: list[int], node: tuple[in
     assert ring.nodes[1] == node
     for rail in zip(*ring.nodes, strict=True):
         assert len({ring.nics[rank].name for rank in rail if ring.nics[rank]}) == 1  # type: ignore[union-attr]
-    assert ring_topology(hgx("a", [0, 1, 2, 3]) + hgx("b", [1, 2, 3, 4])).nodes[1] == (
-        7,
-        4,
-        5,
-        6,
-    )  # rails share a NIC where possible
+    shifted = ring_topology(hgx("a", [0, 1, 2, 3]) + hgx("b", [1, 2, 3, 4]))
+    assert shifted.nodes[1] == (7, 4, 5, 6)  # rails share a NIC where possible
 
 
-FIVE = [
-    nvlink_mesh_host("a", DGX1, 8)[gpu] for gpu in (4, 6, 1, 5, 0)
-]  # a greedy order would close the cycle over PCIe
+FIVE = [nvlink_mesh_host("a", DGX1, 8)[gpu] for gpu in (4, 6, 1, 5, 0)]  # greedy would close the cycle over PCIe
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from enum import Enum
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,9 +57,7 @@ def is_layer_window_attention(window: Any, skip: int | None, layer: int) -> bool
 STAND_INS: dict[str, dict[str, Any]] = {
     "megatron.core.packed_seq_params": {"PackedSeqParams": SimpleNamespace},
     "megatron.core.process_groups_config": {"ProcessGroupCollection": SimpleNamespace},
-    "megatron.core.transformer.dot_product_attention": {
-        "DotProductAttention": SimpleNamespace(sharded_state_dict=None)
-    },
+    "megatron.core.transformer.dot_product_attention": {"DotProductAttention": Mock(sharded_state_dict=None)},
     "megatron.core.transformer.enums": {"AttnMaskType": AttnMaskType},
     "megatron.core.transformer.module": {"MegatronModule": MegatronModule},
     "megatron.core.transformer.transformer_config": {"TransformerConfig": SimpleNamespace},
@@ -120,9 +119,8 @@ def megatron(
     }  # fmt: skip
     config = SimpleNamespace(**fields | fields_of_config)
     groups = SimpleNamespace(tp=tp or group_of(0, 1), cp=cp)
-    module = integration.RingCoreAttention(
-        config, layer, AttnMaskType.causal, "self", pg_collection=groups, **own or {}
-    )
+    make = integration.RingCoreAttention
+    module = make(config, layer, AttnMaskType.causal, "self", pg_collection=groups, **own or {})
     if module.softmax_offset is not None:
         assert module.softmax_offset.shape == SINK.shape
         module.softmax_offset.data.copy_(SINK)
@@ -204,28 +202,30 @@ BASES: dict[Driver, Call] = {
 }  # fmt: skip
 """Arguments that a driver passes without any option."""
 
-FLASH: list[tuple[Call, Call]] = [
-    ({"causal": True}, {"causal": True}),
-    ({"window_size": (3, 2)}, {"window_size": (3, 2)}),
-    ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
-    ({"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES}),
-    ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
-    ({"softcap": 3.0}, {"softcap": 3.0}),
-]
-"""Options with flash-attention's names, as given and as passed on."""
+
+def unchanged(**options: Any) -> list[tuple[Call, Call]]:
+    """Return a case for each option: the option as given and as passed on."""
+    return [({name: value}, {name: value}) for name, value in options.items()]
+
+
+FLASH = unchanged(causal=True, window_size=(3, 2), softmax_scale=0.5, alibi_slopes=SLOPES, dropout_p=0.3, softcap=3.0)
+"""Options with flash-attention's names."""
+TOP_LEFT: Call = {"bottom_right_diagonal": False}
+LENGTHS: Call = {"cu_seqlens_q": torch.tensor([0, 6])}
+TWO_RANKS: Call = {"num_attention_heads": 8, "num_gqa_groups": 4}
+IMAGES = masking.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1]]))
+CAUSAL_IMAGES = masking.or_masks(masking.causal_mask_function, IMAGES)
+CHUNKS = masking.chunked_causal_mask_function
 IN_EVAL = ({"dropout_p": 0.3, "train": False}, {"dropout_p": 0.3})  # yunchang applies dropout in eval mode, too
-MORE: list[tuple[Call, Call]] = [
-    ({"learnable_sink": SINK}, {"learnable_sink": SINK}),
-    ({"dropout_seed": 3}, {"dropout_seed": 3}),
-    ({"prefix_length": 5}, {"prefix_length": 5}),
-]
+MORE = unchanged(learnable_sink=SINK, dropout_seed=3, prefix_length=5)
+TORCH: list[tuple[Call, Call]] = [
+    ({"is_causal": True}, {"causal": True}), ({"scale": 0.5}, {"softmax_scale": 0.5}), *unchanged(dropout_p=0.3),
+]  # fmt: skip
 CASES: dict[Driver, list[tuple[Call, Call]]] = {
     transformer_engine: [
-        ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
-        ({"softcap": 3.0}, {"softcap": 3.0}),
+        *unchanged(softmax_scale=0.5, softcap=3.0, window_size=(3, 0)),
         ({"softcap": 3.0, "call": {"softcap": 2.0}}, {"softcap": 2.0}),
         ({"softcap": 3.0, "call": {"softcap": 0.0}}, {}),
-        ({"window_size": (3, 0)}, {"window_size": (3, 0)}),
         ({"window_size": (3, 0), "call": {"window_size": (2, 0)}}, {"window_size": (2, 0)}),
         ({"attn_mask_type": "no_mask"}, {"causal": False}),
         ({"call": {"attn_mask_type": "no_mask"}}, {"causal": False}),
@@ -236,36 +236,19 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"attention_dropout": 0.3}, {"dropout_p": 0.3}),
         ({"attention_dropout": 0.3, "train": False}, {}),
         ({"num_attention_heads": 12, "num_gqa_groups": 6, "tp_group": group_of(2, 3)}, {"first_head": 8}),
-        (
-            {
-                "num_attention_heads": 8, "num_gqa_groups": 4, "tp_group": group_of(1, 2),
-                "softmax_type": "learnable",
-            },
-            {"first_head": 4, "learnable_sink": SINK},
-        ),
-        (
-            {
-                "attn_mask_type": "padding", "call": {"cu_seqlens_q": torch.tensor([0, 6])},
-            },
-            {"causal": False, "seqused_k": (6,)},
-        ),
+        (TWO_RANKS | {"tp_group": group_of(1, 2), "softmax_type": "learnable"},
+         {"first_head": 4, "learnable_sink": SINK}),
+        ({"attn_mask_type": "padding", "call": LENGTHS}, {"causal": False, "seqused_k": (6,)}),
         *(
             ({"keys": 12, "attention_type": "cross", "attn_mask_type": mask, **made, "call": call}, expected)
             for mask, made, call, expected in (
                 ("no_mask", {}, {}, {"causal": False, "align": "bottom-right"}),
-                ("no_mask", {"bottom_right_diagonal": False}, {}, {"causal": False, "align": "top-left"}),
-                ("no_mask", {}, {"bottom_right_diagonal": False}, {"causal": False, "align": "top-left"}),
-                (
-                    "no_mask", {"bottom_right_diagonal": False}, {"bottom_right_diagonal": True},
-                    {"causal": False, "align": "bottom-right"},
-                ),
+                ("no_mask", TOP_LEFT, {}, {"causal": False, "align": "top-left"}),
+                ("no_mask", {}, TOP_LEFT, {"causal": False, "align": "top-left"}),
+                ("no_mask", TOP_LEFT, {"bottom_right_diagonal": True}, {"causal": False, "align": "bottom-right"}),
                 ("causal", {}, {"bottom_right_diagonal": True}, {"align": "top-left"}),
-                ("causal_bottom_right", {}, {"bottom_right_diagonal": False}, {"align": "bottom-right"}),
-                (
-                    "padding_causal_bottom_right", {},
-                    {"bottom_right_diagonal": False, "cu_seqlens_q": torch.tensor([0, 6])},
-                    {"align": "bottom-right", "seqused_k": (6,)},
-                ),
+                ("causal_bottom_right", {}, TOP_LEFT, {"align": "bottom-right"}),
+                ("padding_causal_bottom_right", {}, TOP_LEFT | LENGTHS, {"align": "bottom-right", "seqused_k": (6,)}),
             )
         ),
     ],
@@ -294,49 +277,19 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"is_causal": False}, {"causal": False}),
         ({"mask_function": masking.bidirectional_mask_function}, {"causal": False}),
         ({"mask_function": masking.sliding_window_causal_mask_function(4)}, {"window_size": (3, -1)}),
-        (
-            {"mask_function": masking.sliding_window_bidirectional_mask_function(4), "sliding_window": 4},
-            {"causal": False, "window_size": (4, 4)},
-        ),
-        ({"mask_function": masking.chunked_causal_mask_function(5, torch.zeros(1))}, {"cu_seqlens": [0, 5, 8]}),
+        ({"mask_function": masking.sliding_window_bidirectional_mask_function(4), "sliding_window": 4},
+         {"causal": False, "window_size": (4, 4)}),
+        ({"mask_function": CHUNKS(5, torch.zeros(1))}, {"cu_seqlens": [0, 5, 8]}),
         ({"packed": {"cu_seqlens": [0, 3, 8]}}, {"cu_seqlens": (0, 3, 8)}),
         ({"packed": {"tree": TREE}}, {"intervals": TREE.intervals}),
-        (
-            {
-                "mask_function": masking.or_masks(
-                    masking.causal_mask_function, masking.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1]]))
-                ),
-                "packed": {"islands": [(1, 3), (5, 8)]},
-            },
-            {"islands": ((1, 3), (5, 8))},
-        ),
-        (
-            {
-                "mask_function": masking.chunked_causal_mask_function(2, torch.zeros(1)),
-                "packed": {"cu_seqlens": [0, 3, 8]},
-            },
-            {"cu_seqlens": [0, 2, 3, 5, 7, 8]},
-        ),
+        ({"mask_function": CAUSAL_IMAGES, "packed": {"islands": [(1, 3), (5, 8)]}}, {"islands": ((1, 3), (5, 8))}),
+        ({"mask_function": CHUNKS(2, torch.zeros(1)), "packed": {"cu_seqlens": [0, 3, 8]}},
+         {"cu_seqlens": [0, 2, 3, 5, 7, 8]}),
     ],
-    usp: [*FLASH, IN_EVAL],
-    usp_packed: [*FLASH, IN_EVAL],
-    ring_dense: [*FLASH, *MORE],
-    ring_varlen: [*FLASH, *MORE],
-    ring_packed: [*FLASH, *MORE],
-    sdpa: [
-        ({"is_causal": True}, {"causal": True}),
-        ({"scale": 0.5}, {"softmax_scale": 0.5}),
-        ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
-    ],
-    diffusers: [
-        ({"is_causal": True}, {"causal": True}),
-        ({"scale": 0.5}, {"softmax_scale": 0.5}),
-        ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
-        ({"window_size": (3, 2)}, {"window_size": (3, 2)}),
-        ({"softcap": 3.0}, {"softcap": 3.0}),
-        ({"learnable_sink": SINK}, {"learnable_sink": SINK}),
-        ({"return_lse": True}, {"return_lse": True}),
-    ],
+    **{module: [*FLASH, IN_EVAL] for module in (usp, usp_packed)},
+    **{ring: [*FLASH, *MORE] for ring in (ring_dense, ring_varlen, ring_packed)},
+    sdpa: TORCH,
+    diffusers: [*TORCH, *unchanged(window_size=(3, 2), softcap=3.0, learnable_sink=SINK, return_lse=True)],
     lucidrains: [
         ({"causal": True}, {"causal": True}),
         ({"causal": True, "max_lookback_seq_len": 3}, {"causal": True, "window_size": (3, -1)}),
@@ -346,14 +299,8 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"softclamp_value": 3.0}, {}),
         ({"mask": MASK}, {"key_mask": MASK}),
     ],
-    lucidrains_zig_zag: [
-        ({"causal": True}, {"causal": True}),
-        ({"dropout": 0.3}, {"dropout_p": 0.3}),
-    ],
-    lucidrains_tree: [
-        ({"use_triton": True}, {"backend": "triton"}),
-        ({"use_triton": False}, {"backend": "aten"}),
-    ],
+    lucidrains_zig_zag: [({"causal": True}, {"causal": True}), ({"dropout": 0.3}, {"dropout_p": 0.3})],
+    lucidrains_tree: [({"use_triton": True}, {"backend": "triton"}), ({"use_triton": False}, {"backend": "aten"})],
 }  # fmt: skip
 ROWS = [
     pytest.param(driver, *case, id=f"{driver.__name__}-{index}")
@@ -411,9 +358,10 @@ def test_every_option_that_an_integration_passes_has_a_case(monkeypatch: pytest.
 @pytest.mark.usefixtures("stand_ins")
 def test_megatron_padding_between_documents_is_masked_and_zero() -> None:
     real, padded = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])
-    packed = SimpleNamespace(
-        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
-    )
+    lengths = {
+        f"cu_seqlens_{side}{suffix}": x for side in ("q", "kv") for suffix, x in (("", real), ("_padded", padded))
+    }
+    packed = SimpleNamespace(qkv_format="thd", **lengths)
     with pytest.MonkeyPatch.context() as patch:
         call, out = record(patch, megatron, {"call": {"packed_seq_params": packed}})
     assert call["causal"] and list(call["cu_seqlens"]) == [0, 3, 4, 6, 8]

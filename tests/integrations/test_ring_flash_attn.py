@@ -23,7 +23,6 @@ from ringattn.integrations import ring_flash_attn as ours
 from ..support.baselines import Results
 from ..support.mask_cases import RingCase, combine_ranks, compare_with_expected, expected_results
 from ..support.nightly import rest_nightly
-from ..support.rank_processes import group_results
 from ..support.ring_cases import inputs, run_ranks
 
 PACKINGS = ("", "kvpacked_", "qkvpacked_")
@@ -81,23 +80,16 @@ def of_rank(
     return [x[None] for x in results_of_rank] if packed else results_of_rank
 
 
-def check(name: str, family: str, world: int, parts: list[list[Tensor]] | None = None, **options: Any) -> None:
+def check(name: str, family: str, world: int, **options: Any) -> None:
     """Compare all ranks together with float64, with the tolerance of PyTorch's error."""
-    whole = cut(family)
-    if parts is None:
-        parts = run_ranks(world, lambda group: of_rank(name, family, whole, group, group.rank(), world, options))
     documents = documents_of(family)
+    whole = inputs(documents[-1], (4, 4), batch=1 if "varlen" in family else 2)
+    parts = run_ranks(world, lambda group: of_rank(name, family, whole, group, group.rank(), world, options))
     order = torch.cat([held(family, rank, world, documents) for rank in range(world)]).argsort()
     columns = enumerate(zip(*parts, strict=True))
     mine = [torch.cat(x, 2 if i == 1 else 1).index_select(2 if i == 1 else 1, order) for i, x in columns]
     call = options | {"cu_seqlens": documents}
     compare_with_expected(expected_results(RingCase(Layout.contiguous(documents[-1], 1), whole, call)), Results(*mine))
-
-
-def cut(family: str, seed: int = 0) -> dict[str, Tensor]:
-    """Return the whole sequence, equal on every rank. Variable-length families have one batch row."""
-    torch.manual_seed(seed)
-    return inputs(documents_of(family)[-1], (4, 4), batch=1 if "varlen" in family else 2)
 
 
 @pytest.mark.parametrize("world", rest_nightly([1, 2, 4], 2))
@@ -119,18 +111,6 @@ def test_cases_of_ring_flash_attn(name: str, family: str, world: int) -> None:
 def test_options_that_ring_flash_attn_refuses_or_gets_wrong(family: str, options: dict[str, Any]) -> None:
     name = next(name for name in NAMES if NAMES[name] == family)
     check(name, family, 2, **options)
-
-
-def in_process(rank: int) -> list[Tensor]:
-    """Compute one rank in the default group."""
-    name, family = "zigzag_ring_flash_attn_varlen_qkvpacked_func", "zigzag_ring_varlen"
-    return of_rank(name, family, cut(family), None, rank, 2, {"causal": True})
-
-
-@pytest.mark.nightly
-def test_attention_over_the_default_group() -> None:
-    name, family = "zigzag_ring_flash_attn_varlen_qkvpacked_func", "zigzag_ring_varlen"
-    check(name, family, 2, group_results(2, in_process), causal=True)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -261,16 +261,8 @@ ENDS = torch.tensor([0, 8])
         (lambda q: SDPA(q, q[:, :, :4], q[:, :, :4]), "key has 4 tokens and query has 8.*kv_layout"),
         (lambda q: flex_attention(q, q, q), "flex_attention is not supported inside ring_sdpa"),
         (lambda q: varlen_attn(q[0], q[0], q[0], ENDS, ENDS, 8, 8), "varlen_attn is not supported"),
-        (
-            lambda q: torch.ops.aten.scaled_dot_product_attention(q, q, q),
-            "scaled_dot_product_attention is not supported",
-        ),
         (lambda q: torch._scaled_dot_product_flash_attention_for_cpu(q, q, q), "attention_for_cpu is not supported"),
         (lambda q: torch._scaled_dot_product_attention_math(q, q, q), "attention_math is not supported"),
-        (
-            lambda q: torch.ops.aten.scaled_dot_product_attention.default(q, q, q),
-            "dot_product_attention is not supported",
-        ),
         (lambda q: nn.MultiheadAttention(32, 4)(q[0], q[0], q[0]), "need_weights is True.*need_weights=False"),
     ],
 )

@@ -29,7 +29,7 @@ from ..support.ring_cases import inputs, run_ranks
 TOKENS = 64
 MESHES = [(1, 2), (2, 1), (2, 2), (4, 1), (1, 4)]
 """Ring degree and Ulysses degree."""
-SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SLOPES, PACKED = torch.tensor([0.5, 0.25, 0.125, 0.0625]), torch.randn(1, 8, 3, 2, 16)
 
 
 def of_rank(
@@ -245,10 +245,7 @@ def test_basic_extraction_without_degrees_and_strided_tensors() -> None:
         (lambda mesh: ours.LongContextAttention(attn_type="sage_fp8", group=mesh), "attn_type is sage_fp8"),
         (lambda mesh: ours.LongContextAttention(attn_processor=torch.nn.Identity(), group=mesh), "attn_processor is"),
         (lambda mesh: ours.LongContextAttention(ring_impl_type="ring", group=mesh), "ring_impl_type is 'ring'"),
-        (
-            lambda mesh: ours.RING_IMPL_QKVPACKED_DICT["basic"](torch.randn(1, 8, 3, 2, 16), attn_type="sage_fp8"),
-            "attn_type is sage_fp8",
-        ),
+        (lambda mesh: ours.RING_IMPL_QKVPACKED_DICT["basic"](PACKED, attn_type="sage_fp8"), "attn_type is sage_fp8"),
         (lambda mesh: ours.LongContextAttentionQKVPacked(group=mesh)(torch.randn(1, 8, 2, 16)), "qkv has shape"),
         (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8), 0, 2, 2, 1, group=mesh), "the mesh: rank 0"),
         (lambda mesh: ours.UlyssesAttention(mesh, use_sync=True), "use_sync is True"),
@@ -265,17 +262,14 @@ def test_refusals(call: Callable[[GroupLike], object], message: str) -> None:
         run_ranks(1, lambda group: call(group.mesh(1, 1)))
 
 
-def test_a_rank_that_contradicts_the_mesh_is_refused() -> None:
-    def take(group: Any) -> Tensor:
-        return ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8, 2), 1 - group.rank(), 2, group=group.mesh(2, 1))
-
-    with pytest.raises(ValueError, match=r"rank is \d, world_size is 2, .*match the mesh: rank"):
-        run_ranks(2, take)
-
-
-def test_ulysses_attention_on_a_mesh_with_a_ring_is_refused() -> None:
-    with pytest.raises(ValueError, match="a mesh of 2 x 1 ranks"):
-        run_ranks(2, lambda group: ours.UlyssesAttention(group.mesh(2, 1)))
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda mesh, rank: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8, 2), 1 - rank, 2, group=mesh),
+     r"rank is \d, world_size is 2, .*match the mesh: rank"),
+    (lambda mesh, _: ours.UlyssesAttention(mesh), "a mesh of 2 x 1 ranks"),
+])  # fmt: skip
+def test_refusals_on_a_ring_of_two_ranks(call: Callable[[GroupLike, int], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_ranks(2, lambda group: call(group.mesh(2, 1), group.rank()))
 
 
 @pytest.mark.nightly
@@ -296,9 +290,8 @@ def test_names_and_arguments_match_the_package() -> None:
     assert yunchang.hybrid.RING_IMPL_QKVPACKED_DICT.keys() == ours.RING_IMPL_QKVPACKED_DICT.keys()
     for name, theirs in yunchang.hybrid.RING_IMPL_QKVPACKED_DICT.items():
         named = by_position(theirs)
-        assert [*by_position(ours.RING_IMPL_QKVPACKED_DICT[name])] == [*named] and named.pop(
-            "attn_type"
-        ) in ours.EXACT_KERNELS
+        assert [*by_position(ours.RING_IMPL_QKVPACKED_DICT[name])] == [*named]
+        assert named["attn_type"] in ours.EXACT_KERNELS
     of_a_kernel = {name for name in functions if "pytorch" in name or "flashinfer" in name or "npu" in name}
     for name in functions - of_a_kernel:
         kept, named = by_position(getattr(ring_flash_attn, name)), by_position(getattr(yunchang, name))

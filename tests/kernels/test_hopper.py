@@ -398,7 +398,7 @@ def test_results_do_not_depend_on_the_interleaving(launches: Launches) -> None:
     x, y = inputs(Sizes(128, 256, 64), torch.float16), inputs(Sizes(512, 128, 64), torch.float16)
     _, lse, delta = of_forward(y)
     made = []
-    for seed in range(30):
+    for seed in range(16):
         launches.random.seed(seed)
         dq = zero_dq(y)
         made.append((*forward(x, config=config(64, 2 + seed % 2)), dq, *gradients(y, lse, delta, dq)))

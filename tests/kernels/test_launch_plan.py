@@ -195,9 +195,8 @@ def test_plans_do_not_depend_on_earlier_launches(gpu: Folders) -> None:
         return made._get_plan("forward", k, v, bounds, scores)
 
     fresh = [planned(attention.ForwardLauncher(x.q, 0.25, None), launch) for launch in launches]
-    assert (
-        len({(plan.tile, plan.shape.columns) for plan in fresh}) == 5
-    )  # full, few keys, bounded, default, blocks of 16
+    # full, few keys, bounded, default, blocks of 16
+    assert len({(plan.tile, plan.shape.columns) for plan in fresh}) == 5
     for order in (1, -1):
         made = attention.ForwardLauncher(x.q, 0.25, None)
         assert [planned(made, launch) for launch in launches[::order]] == fresh[::order]

@@ -52,9 +52,8 @@ def table(**changed: Any) -> dict[str, Any]:
 
 
 def test_a_table_round_trips() -> None:
-    made = Table(
-        "NVIDIA H200", 90, (3, 7), (entry(), entry(POINT._replace(length=16384), HOPPER), estimate(LONG))
-    )  # fmt: skip
+    entries = entry(), entry(POINT._replace(length=16384), HOPPER), estimate(LONG)
+    made = Table("NVIDIA H200", 90, (3, 7), entries)
     assert parse_table(json.loads(json.dumps(table_to_json(made)))) == made
     assert table_to_json(made)["entries"][1]["options"] == {"forward_kernel": "hopper"}
 
@@ -192,11 +191,7 @@ def test_a_table_of_an_older_triton_is_used_with_one_warning(folders: Folders, m
 def test_a_refused_table_warns_once_and_defaults_are_used(damage: str, folders: Folders) -> None:
     path = save(folders[0], entry())
     data = json.loads(path.read_text())
-    wrong = {
-        "gpu": "NVIDIA-H200",
-        "arch": 80,
-        "triton": "3.1",
-    }  # NVIDIA-H200 gives the same file name, but is another GPU
+    wrong = {"gpu": "NVIDIA-H200", "arch": 80, "triton": "3.1"}  # that GPU is another one with the same file name
     path.write_text("{" if damage == "broken" else json.dumps(data | {damage: wrong[damage]}))
     with pytest.warns(UserWarning, match="is rejected: .*Using the built-in tiles") as warned:
         assert found() is None

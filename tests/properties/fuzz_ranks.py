@@ -76,11 +76,8 @@ def case_of(call: Literals, world: int) -> RingCase:
     torch.manual_seed(call["seed"])
     batch, block, (heads, _) = call["batch"], call["block"], call["heads"]
     queries = layout_of(call["layout"], call["tokens"], world)
-    keys = (
-        queries
-        if call.get("kv_layout") is None
-        else layout_of(call["kv_layout"], call["key_tokens"] or call["tokens"], world)
-    )
+    key_tokens = call["key_tokens"] or call["tokens"]
+    keys = layout_of(call["kv_layout"], key_tokens, world) if call.get("kv_layout") else queries
     later = 0 if keys is queries else call["later"]
     more = keys.seqlen - queries.seqlen if call["align"] == "bottom-right" else 0
     layout = expand_to_blocks(queries, block, queries.reach * block - call["short"], later + max(more, 0))
@@ -107,26 +104,22 @@ def case_of(call: Literals, world: int) -> RingCase:
         arguments["cu_seqlens"] = [[0, *(min(cut, reach) for cut in own), reach] for own in call["cu_seqlens"]]
     elif "cu_seqlens" in call:
         hosted["cu_seqlens"] = [0, *(min(cut, reach) for cut in call["cu_seqlens"]), reach]
-    if "leftpad_k" in call:
-        hosted["leftpad_k"] = [min(start, kv_layout.reach) for start in call["leftpad_k"]]
+    for name in {"leftpad_k", "seqused_k"} & {*call}:
+        hosted[name] = [min(count, kv_layout.reach) for count in call[name]]
     if "key_mask" in call:
         arguments["key_mask"] = torch.rand(batch, kv_layout.reach) < call["key_mask"]
-    if "seqused_k" in call:
-        hosted["seqused_k"] = [min(used, kv_layout.reach) for used in call["seqused_k"]]
     dtype = getattr(torch, call["host"], None)
     arguments |= {
         name: numbers if dtype is None else torch.tensor(numbers, dtype=dtype) for name, numbers in hosted.items()
     }
     if "block_mask" in call:
-        arguments["block_mask"] = pattern_of(
-            call["block_mask"], -(-layout.reach // block), -(-kv_layout.reach // block), block
-        )
+        rows, columns = (-(-side.reach // block) for side in (layout, kv_layout))
+        arguments["block_mask"] = pattern_of(call["block_mask"], rows, columns, block)
     if "islands" in call:
-        cuts = hosted.get("cu_seqlens", [0, reach])
-        arguments["islands"] = [*islands_of(call["islands"], cuts)]
+        arguments["islands"] = [*islands_of(call["islands"], hosted.get("cu_seqlens", [0, reach]))]
     if "intervals" in call:
-        kind, interval_seed = call["intervals"]
-        arguments["intervals"] = intervals_of(kind, interval_seed, layout.reach, kv_layout.reach)
+        kind, seed = call["intervals"]
+        arguments["intervals"] = intervals_of(kind, seed, layout.reach, kv_layout.reach)
     if "alibi_slopes" in call:
         arguments["alibi_slopes"] = torch.rand((heads,) if call["alibi_slopes"] == "heads" else (batch, heads))
     if "config" in call:
@@ -195,12 +188,7 @@ def change_of(call: Literals, rank: int) -> Callable[[dict[str, Any]], None]:
     """Return a function that changes a rank's arguments: the layout's name, align, and the wrong value."""
 
     def change(arguments: dict[str, Any]) -> None:
-        if (
-            call["named"]
-            and call["layout"][0] in LAYOUT_NAMES
-            and call["block"] == 1
-            and not call["later"] | bool(call["align"])
-        ):
+        if call["block"] == 1 and not call["later"] and not call["align"]:
             arguments["layout"] = by_name(call, arguments["layout"])
         if call["align"]:  # align replaces the positions of the case
             tokens, world = {"layout": call["tokens"], "kv_layout": call["key_tokens"]}, arguments["kv_layout"].world

@@ -34,6 +34,7 @@ FEATURES = (
 )
 
 
+@pytest.mark.nightly
 def test_every_feature_is_drawn() -> None:
     """Each wrong value and combinations of many features occur, too."""
     drawn: Counter[str] = Counter()
@@ -64,7 +65,7 @@ def shared(sink: Tensor, q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def test_a_few_drawn_calls_pass() -> None:
-    assert search(0, range(12)) == []
+    assert search(0, range(6)) == []
 
 
 @pytest.mark.nightly
@@ -96,14 +97,3 @@ def test_injected_defects_are_found(
 ) -> None:
     monkeypatch.setattr(module, name, defect)
     assert message in Fuzz().failure({"run": "alone", "world": 1, "calls": [call]})
-
-
-def test_a_failure_shrinks_to_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "sink_gradient", lambda sink, delta, lse: torch.full_like(sink, 9.0))
-    long = {"tokens": 24, "causal": True, "heads": [2, 2], "ring": {"slots": 4, "chunks": 2}, "lse": True}
-    line = {"run": "threads", "world": 3, "calls": [long, long | SINK | {"wait": 1}, long]}
-    fuzz = Fuzz()
-    small, message = fuzz.shrunk(line, fuzz.failure(line))
-    fuzz.close()
-    assert small == {"run": "threads", "world": 1, "calls": [SINK]}
-    assert message.startswith("dsink: error ")

@@ -127,7 +127,7 @@ def check_any(case: Case) -> None:
     assert not recording.wrong(0)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(any_case())
 def test_any_sequence_of_calls(case: Case) -> None:
     check_any(case)

@@ -22,14 +22,13 @@ import multiprocessing
 import random
 import shlex
 import sys
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +43,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 REASONS = Path(__file__).with_name("wait_mutants.md")
-PROCESSES = 2
+PROCESSES, FORK = 2, multiprocessing.get_context("fork")
 SECONDS = 120  # per mutant; a mutant that hangs counts as caught
 
 NCCL = (
@@ -88,6 +87,9 @@ MESH = (
     "ring/test_shards.py",
     BACKWARDS,
 )
+SHARED = ("kernels/test_shared_cache.py",)
+PREFLIGHT = ("comm/test_preflight.py", "comm/test_watch.py -k does_not_come", BACKWARDS)
+COPY_STREAMS = ("StreamFence", "CudaCopyStream", "HostCopyStream")
 NCCL_POST = ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._enqueue", "NcclTransport._group")
 NODE_POST = ("ByNodeTransport.post", "ByNodeTransport._near")
 LOCAL_POST = (
@@ -106,27 +108,14 @@ TARGETS = (
     Target("ring.shards", ("exchange_all", "transfer"), ("nccl",), ("ring/test_shards.py",)),
     Target("ring.moves", ("exchange_rows", "_sum_rows"), ("nccl",), ("ring/test_moves.py",), HALO),
     Target("comm.slots", ("Slots",), ("nccl", "nccl_one_sided"), ("comm/test_slots.py", *ONE_SIDED)),
-    Target(
-        "comm.transports.copy_streams", ("StreamFence", "CudaCopyStream", "HostCopyStream"), ("nccl", "local"), LANES
-    ),
+    Target("comm.transports.copy_streams", COPY_STREAMS, ("nccl", "local"), LANES),
     Target("comm.transports.nccl", NCCL_POST, ("nccl",), ("comm/test_nccl.py",)),
     Target("comm.transports.nccl", NODE_POST, ("nccl",), ("comm/test_nccl.py",)),
     Target("comm.transports.nccl_one_sided", ONE_SIDED_POST, ("nccl_one_sided",), ONE_SIDED),
     Target("comm.transports.local", LOCAL_POST, ("local",), LOCAL),
     Target("comm.world", ("LocalWorld._rank_stream",), ("local",), LOCAL),
-    Target(
-        "kernels.shared_cache",
-        ("SharedValue", "SharedCache"),
-        ("local",),
-        ("kernels/test_shared_cache.py",),
-        tuple(CACHED),
-    ),
-    Target(
-        "comm.watchdog.preflight",
-        ("",),
-        (),
-        ("comm/test_preflight.py", "comm/test_watch.py -k does_not_come", BACKWARDS),
-    ),
+    Target("kernels.shared_cache", ("SharedValue", "SharedCache"), ("local",), SHARED, tuple(CACHED)),
+    Target("comm.watchdog.preflight", ("",), (), PREFLIGHT),
     Target("comm.watchdog.watch", ("Watch",), (), ("comm/test_watch.py", "comm/test_telemetry.py")),
     Target("comm.control", ("CheckSchedule", "Control"), (), ("comm/test_control.py",)),
     Target("ring.mesh", ("",), (), MESH),
@@ -225,29 +214,26 @@ def serve(work: Callable[[], object], connection: Connection) -> None:
     os._exit(0)  # do not wait for threads that a mutant left behind
 
 
+def in_process(work: Callable[[], object]) -> Any:
+    """Run `work` in a process of its own, and return its result or the reason that there is none."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=serve, args=(work, theirs))  # not a daemon, because tests start processes
+    process.start()
+    theirs.close()
+    try:
+        result = ours.recv() if ours.poll(SECONDS) else "hangs"
+    except EOFError:
+        result = "its process died"
+    process.kill()
+    process.join()
+    return result
+
+
 def run(jobs: Iterable[tuple[T, Callable[[], Any]]]) -> Iterator[tuple[T, Any]]:
-    """Run the jobs in processes of their own, and yield each job with its result or the reason that there is none."""
-    context, waiting = multiprocessing.get_context("fork"), iter(jobs)
-    under_way: dict[Any, tuple[T, Any, float]] = {}
-    while True:
-        for job, work in islice(waiting, PROCESSES - len(under_way)):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(work, theirs))  # not a daemon, because tests start processes
-            process.start()
-            theirs.close()
-            under_way[ours] = job, process, time.monotonic() + SECONDS
-        if not under_way:
-            return
-        ready = wait([*under_way], timeout=1.0)
-        for end in [job for job, (_, _, over) in under_way.items() if job in ready or time.monotonic() > over]:
-            job, process, _ = under_way.pop(end)
-            try:
-                result = end.recv() if end in ready else "hangs"
-            except EOFError:
-                result = "its process died"
-            process.kill()
-            process.join()
-            yield job, result
+    """Run the jobs in processes, and yield each job with its result."""
+    listed = [*jobs]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        yield from zip((job for job, _ in listed), pool.map(in_process, (work for _, work in listed)), strict=True)
 
 
 def main(arguments: list[str]) -> int:

@@ -109,64 +109,31 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"learnable_sink": torch.zeros(3)}, r"learnable_sink has shape \[3\] on cpu: it must have shape \[4\] on cpu"),
     ({"learnable_sink": torch.zeros(4).int()}, "learnable_sink is .*: it must be a floating-point tensor of shape"),
     ({"block_mask": torch.ones(2, 3).bool()}, r"block_mask has shape \[2, 3\] with blocks of 4 .* must be \[2, 2\]"),
-    (
-        {"block_mask": torch.ones(0, 2).bool()},
-        r"block_mask is .* \[0, 2\]: it must be a bool tensor of shape \[query blocks, key blocks\]",
-    ),
+    ({"block_mask": torch.ones(0, 2).bool()}, r"block_mask is .* \[0, 2\]: it must be a bool tensor of shape \[query"),
     ({"block_mask": torch.ones(3, 3).bool()}, "block_mask has 3 rows, .* 8 queries.* BlockMask"),
     ({"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"}, "the block mask has block size 8"),
     ({"islands": [(1, 3)]}, "islands is given and causal is False"),
     ({"causal": True, "islands": [(1, 3), (2, 4)]}, r"islands\[1\] is \(2, 4\): ranges must ascend, without overlap"),
-    (
-        {"causal": True, "islands": [(1, 3), (6, 9)]},
-        r"islands\[1\] is \(6, 9\): it must not extend past the end of its document, 8",
-    ),
-    (
-        {"causal": True, "islands": [(0, 2), (3, 6)], "cu_seqlens": [0, 2, 5, 8]},
-        r"islands\[1\] is \(3, 6\): it must not extend past the end of its document, 5",
-    ),
+    ({"causal": True, "islands": [(1, 3), (6, 9)]}, r"islands\[1\] is \(6, 9\): it must not extend past the end of"),
+    ({"causal": True, "islands": [(0, 2), (3, 6)], "cu_seqlens": [0, 2, 5, 8]}, r"islands\[1\] is \(3, 6\): it must"),
     ({"intervals": [(EIGHT[:7], EIGHT[:7] + 1)]}, "intervals has 7 positions: it must have 8, those of the queries"),
-    (
-        {"intervals": [(EIGHT * 0, EIGHT), (EIGHT, EIGHT + 2)]},
-        "intervals ends at 9 at position 7: it must end at 8 at most, the number of keys",
-    ),
-    (
-        {"intervals": [(EIGHT % 3, EIGHT + 1)]},
-        r"intervals\[0\] is \[0, 4\) at position 3, after \[2, 3\) at position 2: neither end may decrease",
-    ),
-    (
-        {"intervals": [(EIGHT, EIGHT + 1), (EIGHT // 4 * 4, EIGHT // 4 * 4 + 1)]},
-        r"intervals\[1\] overlaps intervals\[0\] at position 0: one begins at 0, and the other ends at 1",
-    ),
-    (
-        {"intervals": [(EIGHT - 1, EIGHT + 1)]},
-        r"intervals\[0\] begins at -1 at position 0: it must begin at 0 or later",
-    ),
-    (
-        {"intervals": Intervals([(EIGHT, EIGHT + 1)], EIGHT), "alibi_slopes": torch.ones(4)},
-        "alibi_slopes cannot be used",
-    ),
+    ({"intervals": [(EIGHT * 0, EIGHT), (EIGHT, EIGHT + 2)]}, "intervals ends at 9 at position 7: it must end at 8 at"),
+    ({"intervals": [(EIGHT % 3, EIGHT + 1)]}, r"intervals\[0\] is \[0, 4\) at position 3, after \[2, 3\) at position"),
+    ({"intervals": [(EIGHT, EIGHT + 1), (EIGHT // 4 * 4, EIGHT // 4 * 4 + 1)]}, r"intervals\[1\] overlaps"),
+    ({"intervals": [(EIGHT - 1, EIGHT + 1)]}, r"intervals\[0\] begins at -1 at position 0: it must begin at 0 or"),
+    ({"intervals": Intervals([(EIGHT, EIGHT + 1)], EIGHT), "alibi_slopes": torch.ones(4)}, "alibi_slopes cannot be"),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be between 0 and 8"),
-    (
-        {"k": x(4, 2), "v": x(4, 2), "kv_layout": Layout.contiguous(4, 1), "seqused_k": [5, 4]},
-        r"seqused_k\[0\] is 5: it must be between 0 and 4",
-    ),
+    ({"k": x(4, 2), "v": x(4, 2), "kv_layout": Layout.contiguous(4, 1), "seqused_k": [5, 4]}, r"seqused_k\[0\] is 5"),
     ({"softmax_scale": 1e-31}, "softmax_scale is 1e-31: it must be a number from 1e-30 to 1e30, or None"),
     ({"softcap": -1.0}, "softcap is -1.0: it must be"),
     ({"softcap": 1e-9}, "softcap is 1e-09: it must be"),
     ({"dropout_p": 1.0}, "dropout_p is 1.0: it must be"),
     ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0. Pass dropout_p"),
     ({"align": "bottom"}, "align is 'bottom': it must be one of top-left, bottom-right, or None"),
-    (
-        {"align": "top-left", "kv_layout": Layout([[(2, 8)]])},
-        "align is 'top-left', but kv_layout holds only 8 of the positions 0 to 9",
-    ),
+    ({"align": "top-left", "kv_layout": Layout([[(2, 8)]])}, "align is 'top-left', but kv_layout holds only 8 of the"),
     *(
-        (
-            {"align": "bottom-right", "k": x(9, 2), "v": x(9, 2), name: value},
-            f"{name} cannot be used with align='bottom-right' when there are 8",
-        )
+        ({"align": "bottom-right", "k": x(9, 2), "v": x(9, 2), name: value}, f"{name} cannot be used with align")
         for name, value in (
             ("cu_seqlens", [0, 9]),
             ("seqused_k", [9, 9]),
@@ -179,10 +146,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 of shape \[3\] on cpu: .* \[4\] or \[2, 4\]"),
     ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\), but the Longformer"),
     ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, but kv_layout has 9 for rank 0"),
-    (
-        {"q": x(4, 8), "k": x(2, 8), "v": x(2, 8)},
-        r"k has 2 tokens and q has 4: .* pass q.transpose\(1, 2\)",
-    ),
+    ({"q": x(4, 8), "k": x(2, 8), "v": x(2, 8)}, r"k has 2 tokens and q has 4: .* pass q.transpose\(1, 2\)"),
     ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, but layout has 4 for rank 0\. .* pass q.transpose\(1, 2\)"),
     (BFLOAT16, "tensors are torch.bfloat16 on the CPU"),
 ]
@@ -206,23 +170,11 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ),
     *(({name: Distributed()}, rf"Pass {name}.to_local\(\)") for name in ("islands", "intervals")),
     ({"intervals": [(Distributed(), EIGHT)]}, r"Pass intervals.to_local\(\)"),
-    (
-        {"intervals": [(EIGHT, EIGHT + 1.0)]},
-        r"intervals\[0\] is \(a torch.int64 .*, a torch.float32 .*: it must be a pair",
-    ),
-    (
-        {"intervals": [(EIGHT, EIGHT[:7])]},
-        r"intervals\[0\] is .* of shape \[7\]\): it must be a pair \(lo, hi\) of int32",
-    ),
-    (
-        {"intervals": [(EIGHT, EIGHT), (EIGHT[:7], EIGHT[:7])]},
-        r"intervals\[1\] has 7 positions: it must have 8, as intervals",
-    ),
+    ({"intervals": [(EIGHT, EIGHT + 1.0)]}, r"intervals\[0\] is \(a torch.int64 .*, a torch.float32 .*: it must be a"),
+    ({"intervals": [(EIGHT, EIGHT[:7])]}, r"intervals\[0\] is .* of shape \[7\]\): it must be a pair \(lo, hi\) of"),
+    ({"intervals": [(EIGHT, EIGHT), (EIGHT[:7], EIGHT[:7])]}, r"intervals\[1\] has 7 positions: it must have 8, as"),
     ({"intervals": []}, "intervals is empty: it must have at least one pair"),
-    (
-        {"intervals": [(EIGHT + p, EIGHT + p + 1) for p in range(0, 130, 2)]},
-        "intervals has 65 intervals per query: .* 64",
-    ),
+    ({"intervals": [(EIGHT + p, EIGHT + p + 1) for p in range(0, 130, 2)]}, "intervals has 65 intervals per query:"),
     ({"q": x(8, 4).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense"),
     ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
     ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a torch.float32 tensor of shape \[\]: .* Pass .item\(\)"),
@@ -231,15 +183,27 @@ EAGER: list[tuple[dict[str, Any], str]] = [
 
 BLOCKS = r"block is 1: .* 1,000,000 blocks, .* 1,000,000,000,000 bytes, more than 2\^30. .* of at least 31"
 
+WRONG_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "Ring": {"slots": (1.5,), "deadline": (True, 0)},
+    "contiguous": {"seqlen": (-1,)},
+    "positions of a rank": {"rank": (2,)},
+    "BlockMask": {"block": (0,)},
+    "strided": {"seqlen": (-1,), "block": (0,), "stride": (0,)},
+    "bigbird": {"window": (0,), "seed": ("a", 2**70), "global_": (-1,), "random": (-1,)},
+    "longformer": {"window": (-2,)},
+}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (door, {name: value}, f"{name} is {value!r}: it must be")
+        for door, arguments in WRONG_VALUES.items()
+        for name, values in arguments.items()
+        for value in values
+    ),
     ("Ring", {"transport": "mpi"}, "transport is 'mpi': it must be one of auto"),
     ("Ring", {"direction": 2}, "direction is 2: it must be 1"),
-    ("Ring", {"slots": 1.5}, r"slots is 1.5: it must be"),
     ("Ring", {"chunks": 1025}, r"chunks is 1025: it must be an integer from 1 to 1024"),
     ("Ring", {"prefetch": 3}, "prefetch is 3: with 3 slots it must be between 0 and 2"),
-    ("Ring", {"deadline": True}, "deadline is True: it must be a positive number"),
     ("Ring", {"deadline": Fraction(1, 10**400)}, r"deadline is Fraction.*: it must be a positive number"),
-    ("Ring", {"deadline": 0}, "deadline is 0: it must be a positive number of seconds"),
     ("Ring", {"topology": Topology.grid(2, 2)}, "topology has 4 ranks, but the group has 1"),
     ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be one of None, torch.bfloat16"),
     ("Ring", {"group": 5}, r"group is \d+; "),
@@ -249,19 +213,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Layout", {"spans_per_rank": [[5]]}, r"spans_per_rank\[0\]\[0\] is 5: it must be a Span\(start, length"),
     ("Layout", {"spans_per_rank": [[(0, 2)], [(-1, 2)]]}, r"spans_per_rank\[1\]\[0\] is \(-1, 2\): it must be a Span"),
     ("Layout", {"spans_per_rank": [[(0, -1)]]}, r"is \(0, -1\): it must be a Span"),
-    (
-        "Layout",
-        {"spans_per_rank": [[(2**61, 2**61)]]},
-        r"at least 0, step at least 1, and all positions below 2\^62\.$",
-    ),
-    ("contiguous", {"seqlen": -1}, r"seqlen is -1: it must be"),
+    ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"at least 0, step at least 1, and all positions below"),
     ("zigzag", {"cu_seqlens": [0, 5, 7]}, "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
     ("uneven", {"lengths": []}, "^lengths is empty: it must have the number of tokens of every rank$"),
     ("uneven", {"lengths": [1, -2]}, r"lengths\[1\] is -2: it must be"),
     ("balanced", {"speeds": []}, "^speeds is empty: it must have the relative speed of every rank$"),
     ("balanced", {"speeds": [0, 0.0]}, r"speeds is \[0.0, 0.0\]: at least one speed must be above 0"),
     ("balanced", {"speeds": [1, -1]}, r"speeds\[1\] is -1: it must be"),
-    ("positions of a rank", {"rank": 2}, "rank is 2: it must be"),
     ("shard of a rank", {"x": 5}, "x is int: it must be a torch.Tensor"),
     ("shard of a rank", {"x": WHOLE[:, :7]}, "^x has 7 tokens along dim 1, but the layout is made for 8$"),
     ("shard of a rank", {"dim": -1}, r"x has 16 tokens along dim -1, but the layout is made for 8\. Dim 1 has 8"),
@@ -269,11 +227,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("whole of shards", {"dim": 4}, r"dim is 4, but shards\[0\] has 4 dimensions"),
     ("whole of shards", {"shards": [WHOLE]}, "shards has 1 tensors: it must have one per rank, 2"),
     ("whole of shards", {"shards": [WHOLE, WHOLE]}, r"shards\[0\] has 8 tokens along dim 1, but rank 0 has 4"),
-    (
-        "whole of shards",
-        {"shards": [WHOLE[:, :4], WHOLE[:, :4].half()]},
-        r"shards\[1\] is .*float16.*: it must be like shards\[0\], torch.float32",
-    ),
+    ("whole of shards", {"shards": [WHOLE[:, :4], WHOLE[:, :4].half()]}, r"shards\[1\] is .*float16.*: it must be"),
     ("unshard", {"grad": "mean"}, "grad is 'mean': it must be one of slice, sum"),
     ("Documents", {"cu_seqlens": Distributed()}, r"Pass cu_seqlens.to_local\(\)"),
     ("BlockMask", {"visible": Distributed().bool()}, r"Pass block_mask.to_local\(\)"),
@@ -281,65 +235,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Documents", {"cu_seqlens": [1, 4]}, "cu_seqlens starts at 1: it must start at 0"),
     ("Documents", {"cu_seqlens": [0, 4, 3]}, r"cu_seqlens\[2\] is 3 after 4: "),
     ("Documents", {"cu_seqlens": [0, 4.0]}, r"cu_seqlens is \[0, 4.0\]: it must be a list of integers"),
-    (
-        "Documents",
-        {"cu_seqlens": torch.tensor([0.0, 4])},
-        r"float32 of shape \[2\]: it must be an integer tensor of shape \[documents \+ 1\]$",
-    ),
-    (
-        "Documents",
-        {"cu_seqlens": torch.tensor([False, True])},
-        r"cu_seqlens is torch.bool of shape \[2\]: it must be an integer tensor",
-    ),
-    (
-        "Documents",
-        {"cu_seqlens": torch.tensor([[0, 4]])},
-        r"cu_seqlens is torch.int64 of shape \[1, 2\]: it must be an integer tensor",
-    ),
+    ("Documents", {"cu_seqlens": torch.tensor([0.0, 4])}, r"float32 of shape \[2\]: it must be an integer tensor of"),
+    ("Documents", {"cu_seqlens": torch.tensor([False, True])}, r"cu_seqlens is torch.bool of shape \[2\]: it must be"),
+    ("Documents", {"cu_seqlens": torch.tensor([[0, 4]])}, r"cu_seqlens is torch.int64 of shape \[1, 2\]: it must be"),
     ("Documents", {"cu_seqlens": torch.zeros(2, device="meta").int()}, "cu_seqlens is on meta: it must be a list or a"),
-    (
-        "Layout",
-        {"spans_per_rank": [[(4, 2), (5, 2)]]},
-        r"^spans_per_rank\[0\]\[1\] starts at 5, but the span before it ends at 5\. The positions of a rank must",
-    ),
-    (
-        "Layout",
-        {"spans_per_rank": [[(4, 2)], [(0, 1), (5, 2)]]},
-        r"holds position 5 on rank 0 and on rank 1\. A position",
-    ),
+    ("Layout", {"spans_per_rank": [[(4, 2), (5, 2)]]}, r"^spans_per_rank\[0\]\[1\] starts at 5, but the span before"),
+    ("Layout", {"spans_per_rank": [[(4, 2)], [(0, 1), (5, 2)]]}, r"holds position 5 on rank 0 and on rank 1\. A"),
     ("Layout", {"spans_per_rank": [[(9, 1)], [(0, 4, 3)]]}, "holds position 9 on rank 0 and on rank 1"),
-    (
-        "check_sink",
-        {"learnable_sink": torch.zeros(4, device="meta")},
-        r"has shape \[4\] on meta: it must have shape \[4\] on cpu",
-    ),
-    (
-        "BlockMask",
-        {"visible": [[True]]},
-        r"block_mask is \[\[True\]\]: it must be a bool tensor of shape \[query blocks, key blocks\]",
-    ),
-    (
-        "BlockMask",
-        {"visible": torch.zeros(3).bool()},
-        r"block_mask is torch.bool \[3\]: it must be a bool tensor of shape",
-    ),
+    ("check_sink", {"learnable_sink": torch.zeros(4, device="meta")}, r"has shape \[4\] on meta: it must have shape"),
+    ("BlockMask", {"visible": [[True]]}, r"block_mask is \[\[True\]\]: it must be a bool tensor of shape \[query"),
+    ("BlockMask", {"visible": torch.zeros(3).bool()}, r"block_mask is torch.bool \[3\]: it must be a bool tensor of"),
     ("BlockMask", {"visible": torch.zeros(3, 3, device="meta").bool()}, "block_mask is on meta: it must be on the CPU"),
-    ("BlockMask", {"block": 0}, "block is 0: it must be"),
-    ("strided", {"seqlen": -1}, "seqlen is -1: it must be"),
-    ("strided", {"block": 0}, "block is 0: it must be"),
-    ("strided", {"stride": 0}, "stride is 0: it must be"),
     ("strided", {"stride": 6}, "stride is 6: it must be a positive multiple of 4, the block size"),
     ("fixed", {"stride": 3}, "stride is 3: it must be a positive multiple of 2, the block size"),
     ("fixed", {"summary": 3}, "summary is 3: it must be a positive multiple of 2, the block size"),
     ("fixed", {"summary": 6}, "summary is 6: it must be at most 4, the stride"),
-    ("bigbird", {"window": 0}, "window is 0: it must be"),
     ("bigbird", {"window": 2}, "window is 2: it must be odd"),
     *((name, {"seqlen": 10**6, "block": 1}, BLOCKS) for name in ("strided", "fixed", "bigbird")),
-    ("bigbird", {"seed": "a"}, r"seed is 'a': it must be"),
-    ("bigbird", {"seed": 2**70}, "seed is 1180591620717411303424: it must be"),
-    ("bigbird", {"global_": -1}, "global_ is -1: it must be"),
-    ("bigbird", {"random": -1}, "random is -1: it must be"),
-    ("longformer", {"window": -2}, "window is -2: it must be"),
     ("longformer", {"window": 3}, "window is 3: it must be even, because half of it is on either side"),
     ("longformer", {"global_tokens": [(4, 4)]}, r"global_tokens\[0\] is \(4, 4\): ranges must ascend"),
     ("longformer", {"global_tokens": [(0, 4), (3, 5)]}, r"global_tokens\[1\] is \(3, 5\): ranges must ascend"),
@@ -357,21 +269,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"parents\[127\] is 126, after 64 branches: a path may have 64",
     ),
     ("slices", {"slices": 3}, r"slices is 3: it must be a list of slices \(queries, keys, kind\)"),
-    (
-        "slices",
-        {"slices": [((0, 2), (3, 2), "full")]},
-        r"slices\[0\] is .*\(3, 2\).*: it must be \(queries, keys, kind\)",
-    ),
-    (
-        "slices",
-        {"slices": [((0, 2), (0, 2), "half")]},
-        r"slices\[0\] is .*'half'.*one of full, causal, inverse causal, both",
-    ),
-    (
-        "slices",
-        {"slices": [((0, 9), (0, 2), 0)]},
-        r"slices\[0\] has queries up to 9: they must end at 8",
-    ),
+    ("slices", {"slices": [((0, 2), (3, 2), "full")]}, r"slices\[0\] is .*\(3, 2\).*: it must be \(queries, keys"),
+    ("slices", {"slices": [((0, 2), (0, 2), "half")]}, r"slices\[0\] is .*'half'.*one of full, causal, inverse"),
+    ("slices", {"slices": [((0, 9), (0, 2), 0)]}, r"slices\[0\] has queries up to 9: they must end at 8"),
     ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
     ("Limits", {"channels": 8, "ctas": 4}, "channels is 8; it must be at most ctas, 4"),
     ("Limits", {"cga_cluster_size": 16}, "cga_cluster_size is 16: it must be a power of two from 1 to 8, or None"),
@@ -407,10 +307,7 @@ def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> Any:
         ({"layout": 5}, "layout is '5': it must be a Layout or one of contiguous"),
         ({"cu_seqlens": [0, 7.5, 8]}, "cu_seqlens is torch.float32 .*: it must be an integer tensor"),
         ({"dropout_p": 0.5, "dropout_seed": -3}, "dropout_seed is -3: it must be"),
-        (
-            {"dropout_p": 0.5, "dropout_seed": 2**64 + 5},
-            "dropout_seed is 18446744073709551621: it must be",
-        ),
+        ({"dropout_p": 0.5, "dropout_seed": 2**64 + 5}, "dropout_seed is 18446744073709551621: it must be"),
         ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient"),
     ],
 )
@@ -501,49 +398,23 @@ def test_none_equals_the_number_that_disables_a_feature(none: dict[str, Any], nu
         )
 
 
-SHORT = {name: torch.zeros(2, 9, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
 EIGHTS = {"block_mask": BlockMask(torch.ones(2, 2).bool(), 8)}
-OTHERS = {
-    "window_size": (4, 4),
-    "cu_seqlens": [0, 5, 16],
-    "block_mask": BlockMask(torch.eye(4).bool(), 4),
-    "seqused_k": [3, 16],
-    "key_mask": torch.eye(2, 16).bool(),
-    "intervals": [(torch.arange(16), torch.arange(16) + 1)],
-    "leftpad_k": [3, 0],
-    "softcap": 2.0,
-    "alibi_slopes": torch.ones(4),
-    "learnable_sink": torch.zeros(4),
-    "kv_layout": "striped",
-    "softmax_scale": 0.5,
-    "dropout_p": 0.25,
-    "first_head": 4,
-    "align": "top-left",
-    "return_max_logits": True,
-}
+NINE_KEYS = {"layout": Layout.uneven([8, 8]), "align": "top-left", "k": x(9, 2), "v": x(9, 2)}
+SHORT = {name: x(9, heads) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # both ranks pass the same wrong arguments
     ({"layout": None}, {"layout": None}, "layout is None with 2 ranks"),
     ({"layout": Layout.contiguous(30, 2)}, {"layout": Layout.contiguous(30, 2)}, "but layout has"),
     (EIGHTS, EIGHTS, r"layout gives rank 0 the span \(0, 4, 1\): .* whole blocks of 8 positions"),
     ({"group": "both"}, {"group": "both"}, "ring and group are both given"),
-    (
-        {"layout": Layout.uneven([8, 8]), "align": "top-left", "k": x(9, 2), "v": x(9, 2)},
-        {"layout": Layout.uneven([8, 8]), "align": "top-left", "k": x(9, 2), "v": x(9, 2)},
-        "k has 9 tokens and q has 8: without kv_layout",
-    ),
+    (NINE_KEYS, NINE_KEYS, "k has 9 tokens and q has 8: without kv_layout"),
     # only one rank is wrong, and both get the error
     ({}, {"cu_seqlens": [0, 3]}, "cu_seqlens ends at 3"),
     # the ranks disagree
     ({}, SHORT, "tokens per rank differs between ranks"),
-    ({}, {"layout": "contiguous"}, "layout differs between ranks"),
     ({"causal": True}, {}, r"causal differs between ranks \(rank 0: True, rank 1: False\)"),
     ({"backend": "aten"}, {"backend": "triton"}, r"backend differs .*rank 0: 'aten', rank 1: 'triton'"),
     ({}, {"block_mask": longformer(2, [])}, "window_size differs"),
-    *(({}, {name: value}, f"{name} differs") for name, value in OTHERS.items()),
-    ({"causal": True}, {"causal": True, "prefix_length": 3}, "prefix_length differs"),
-    ({"causal": True}, {"causal": True, "islands": [(3, 5)]}, "islands differs"),
-    ({"dropout_p": 0.5, "dropout_seed": 5}, {"dropout_p": 0.5, "dropout_seed": 6}, "dropout_seed differs"),
     ({"ring": {"chunks": 2}}, {}, r"chunks differs between ranks \(rank 0: 2, rank 1: None"),
 ]
 """Arguments of rank 0, arguments of rank 1, and the error that both get."""
@@ -559,7 +430,6 @@ def test_all_ranks_get_the_same_error_and_the_ring_stays_usable() -> None:
                 ring_attention(**fit | call | ({"group": group} if "group" in call else {}), ring=ring)
 
     run_ranks(2, refused)
-    assert {name for *calls, _ in ON_RANKS for call in calls for name in call} >= {*AttentionArgs._fields} - {"config"}
 
 
 def mask_of_keys(*hidden: int) -> torch.Tensor:
@@ -611,8 +481,10 @@ OF_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dtype": ({}, {name: x(8, heads).half() for name, heads in (("q", 4), ("k", 2), ("v", 2))}),
     "gradient": ({}, {"q": x(8, 4).requires_grad_()}),
 }
+ALWAYS = ("layout", "dropout_seed", "backend")  # other arguments may be given on one rank only
 CASES = [
     *((name, {name: mine} | more, {name: its} | more) for name, rows in TWO_VALUES.items() for mine, its, more in rows),
+    *((name, {name: rows[0][0]} | rows[0][2], rows[0][2]) for name, rows in TWO_VALUES.items() if name not in ALWAYS),
     *((name, *calls) for name, calls in OF_TENSORS.items()),
     ("gradient", {"learnable_sink": torch.zeros(4)}, {"learnable_sink": torch.zeros(4).requires_grad_()}),
 ]

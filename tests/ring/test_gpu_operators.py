@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Callable
 from inspect import Parameter, Signature
@@ -172,15 +171,11 @@ PUBLISHED = {
 MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
 
 
-def install(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Tensor, Tensor], Any] | None = None) -> None:
-    """Install a stand-in for FlashAttention-3 or 4 whose forward results go through ``change``."""
+def install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Install a stand-in for FlashAttention-3 or 4."""
     module = SimpleNamespace(**PUBLISHED[name])
-    if change is not None:
-        original = module.flash_attn_func
-        module.flash_attn_func = lambda *args, **options: change(*original(*args, **options))
-    for parent in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, parent, module)
-    monkeypatch.setitem(sys.modules, MODULES[name], module)
+    for place in ("flash_attn", "flash_attn.cute", MODULES[name]):
+        monkeypatch.setitem(sys.modules, place, module)
 
 
 @pytest.mark.parametrize("dims", [(16, 16), (12, 20)])
@@ -193,21 +188,6 @@ def test_flash_attention_is_exact_in_a_ring(name: str, dims: tuple[int, int], mo
         Operator(operator.forward_call, operator.backward_call, has_one_dim=True), load=BACKENDS[name]._load
     )
     check_ring(Layout.zigzag(40, 2), inputs(40, (4, 2), dims), causal=True, backend=kernel)
-
-
-WRONG = {
-    "base 2": lambda out, lse: (out, lse / math.log(2)),
-    "rows before heads": lambda out, lse: (out, lse.transpose(1, 2).contiguous()),
-    "heads first": lambda out, lse: (out.transpose(1, 2).contiguous(), lse),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("name", MODULES)
-def test_another_base_or_layout_is_caught(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, name, WRONG[wrong])
-    with pytest.raises((AssertionError, RuntimeError)):
-        check_ring(Layout.zigzag(16, 2), inputs(16, (8, 8)), causal=True, backend=on_cpu(BACKENDS[name].operator))
 
 
 @NAMES

@@ -69,30 +69,6 @@ def test_every_token_is_on_one_rank_in_order() -> None:
         assert len(held) == layout.world
 
 
-def transformer_engines(cu_seqlens: list[int], world: int, rank: int) -> list[int]:
-    """Return one rank's token indices as TransformerEngine splits packed sequences (THD) for context parallelism.
-
-    Source: NVIDIA/TransformerEngine, transformer_engine/common/fused_attn/context_parallel.cu,
-    thd_partition_indices_kernel (Python: ``transformer_engine_torch.thd_get_partitioned_indices``). A sequence has
-    ``2 * world`` chunks of equal size; a rank takes chunk ``rank``, then chunk ``2 * world - 1 - rank``.
-    """
-    indices: list[int] = []
-    for start, end in pairwise(cu_seqlens):
-        chunk, rest = divmod(end - start, 2 * world)
-        assert rest == 0
-        for number in (rank, 2 * world - 1 - rank):
-            indices += range(start + number * chunk, start + (number + 1) * chunk)
-    return indices
-
-
-@given(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=6), st.booleans())
-def test_zigzag_of_divisible_documents_equals_transformer_engine(world: int, chunks: list[int], tensor: bool) -> None:
-    boundaries = [*accumulate((2 * world * chunk for chunk in chunks), initial=0)]
-    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32) if tensor else boundaries
-    layout = Layout.zigzag(boundaries[-1], world, cu_seqlens=cu_seqlens)
-    assert positions(layout) == [transformer_engines(boundaries, world, rank) for rank in range(world)]
-
-
 @given(st.integers(1, 6), st.lists(st.integers(0, 40), min_size=1, max_size=8))
 def test_zigzag_of_any_documents(world: int, lengths: list[int]) -> None:
     boundaries = [*accumulate(lengths, initial=0)]

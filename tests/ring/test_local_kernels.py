@@ -247,10 +247,7 @@ def nothing(*_: Any, **__: Any) -> Any:
         (RectangleAttention("wrong", forward, nothing, supports=Supports()), "NoneType: it must be a tuple of 3"),
         (RectangleAttention("wrong", raising, backward, supports=Supports()), "no such kernel on Tuesdays"),
         (RectangleAttention("wrong", forward, raising, supports=Supports()), "no such kernel on Tuesdays"),
-        (
-            RectangleAttention("wrong", forward, lambda *given, **how: given[:3], supports=Supports()),
-            "backend 'wrong' returned d[kv] as",
-        ),
+        (RectangleAttention("wrong", forward, lambda *given, **_: given[:3], supports=Supports()), "returned d[kv] as"),
     ],
 )  # fmt: skip
 def test_wrong_results_name_the_kernel_on_every_rank(kernel: Any, text: str) -> None:
@@ -284,10 +281,7 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
     for table in ("_FACTORIES", "_KERNELS", "_DEFAULTS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     for name in ("aten", "sdpa", "auto", "", 3):
-        with pytest.raises(
-            ValueError,
-            match=f"^name is {name!r}: it must be a string other than auto, triton, .*aten, sdpa",
-        ):
+        with pytest.raises(ValueError, match=f"^name is {name!r}: it must be a string other than .*aten, sdpa"):
             register_backend(name, sdpa)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^factory is 3: it must be callable"):
         register_backend("three", 3)  # type: ignore[arg-type]

@@ -156,15 +156,9 @@ def test_longformer_has_three_parts() -> None:
 
 EMPTY = torch.empty(0, dtype=torch.int64)
 EARLY, LATE = torch.tensor([0, 1]), torch.tensor([5, 6, 7])
+SUCCESSOR = Window(left=-1, right=1)  # each query sees only the next key
 BLIND: list[tuple[Mask, torch.Tensor, torch.Tensor, list[int], list[int]]] = [
-    # each query sees only its successor
-    (
-        Window(left=-1, right=1),
-        torch.arange(8),
-        torch.tensor([3, 4, 6]),
-        [0, 0, 0, 1, 2, 2, 3, 3],
-        [0, 0, 1, 2, 2, 3, 3, 3],
-    ),
+    (SUCCESSOR, torch.arange(8), torch.tensor([3, 4, 6]), [0, 0, 0, 1, 2, 2, 3, 3], [0, 0, 1, 2, 2, 3, 3, 3]),
     (CAUSAL, EARLY, LATE, [0, 0], [0, 0]),
     (CAUSAL, EARLY, EMPTY, [0, 0], [0, 0]),
     (Mask(), EARLY, EMPTY, [0, 0], [0, 0]),
@@ -266,10 +260,7 @@ def test_spans_must_be_whole_blocks() -> None:
     assert blocks.shard_blocks(all_on_one, 1, thirds, 1).equal(blocks.visible[:, 1:2])
     assert blocks.shard_blocks(thirds, 2, all_on_one, 0).shape == (1, 0)
     for layout, message in (
-        (
-            Layout.uneven([3, 7]),
-            r"layout gives rank 0 the span \(0, 3, 1\): with block_mask every span must be a contiguous run of",
-        ),
+        (Layout.uneven([3, 7]), r"layout gives rank 0 the span \(0, 3, 1\): with block_mask every span must be a"),
         (Layout([[(0, 4)], [(6, 4)]]), r"layout gives rank 1 the span \(6, 4, 1\)"),
         (Layout.striped(8, 2), r"layout gives rank 0 the span \(0, 4, 2\)"),
     ):

@@ -75,7 +75,7 @@ def test_the_documents_of_the_docs(topology: Topology | None) -> None:
 
 SKEWED: dict[str, Callable[[np.random.Generator], list[int]]] = {
     "one document of half the tokens": lambda rng: [60_000, *(int(n) for n in rng.exponential(1000, 60) + 1)],
-    "thousands of short documents": lambda rng: [int(n) for n in rng.exponential(200, 2000) + 1],
+    "thousands of short documents": lambda rng: [int(n) for n in rng.exponential(200, 1000) + 1],
     "log-normal": lambda rng: [int(n) for n in rng.lognormal(8, 1.2, 60) + 1],
     "long documents only": lambda rng: [60_000, 50_000, 20_000],
 }

@@ -70,14 +70,12 @@ TWO_LEVELS = {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
     [
         (Layout.zigzag(40, 2), {}, TRITON),
         pytest.param(Layout.striped(41, 3), {}, TRITON | {"causal": False}, marks=pytest.mark.nightly),
-        (Layout.uneven([3, 30, 0, 5]), {}, TRITON),
-        (Layout.uneven([3, 30, 0, 5]), {"heads": (3, 3)}, TRITON | {"ring": TWO_LEVELS}),
-        (Layout.uneven([3, 30, 0, 5]), {"heads": (2, 1)}, TRITON | {"ring": TWO_LEVELS | {"chunks": 4}}),
+        (Layout.uneven([3, 30, 0, 5]), {"heads": (3, 3), "batch": 1}, TRITON | {"ring": TWO_LEVELS}),
+        (Layout.uneven([3, 30, 0, 5]), {"heads": (2, 1), "batch": 1}, TRITON | {"ring": TWO_LEVELS | {"chunks": 4}}),
         (Layout.zigzag(40, 2), {"dtype": torch.float16}, TRITON),
-        (Layout.contiguous(40, 3), {"dtype": torch.float16}, TRITON),
         pytest.param(SPANS, {}, TRITON | {"ring": {"direction": -1}}, marks=pytest.mark.nightly),
         (SPANS, {}, {"causal": True, "backend": "aten"}),
-        (Layout.zigzag(40, 2), {"dims": (320, 512), "dtype": torch.float16}, TRITON | {"config": TWO_LAUNCHES}),
+        (Layout.zigzag(40, 2), {"heads": (2, 1), "dims": (320, 512)}, TRITON | {"config": TWO_LAUNCHES}),
         (Layout.striped(40, 2), {"dims": (512, 300)}, TRITON),
         (Layout.striped(40, 2), {"dims": (512, 512)}, {"causal": True, "backend": "aten"}),
         (Layout.contiguous(2, 4), {}, TRITON),  # fewer tokens than ranks

@@ -56,10 +56,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal documents and window": {"causal": True, "cu_seqlens": [0, 13, 40, TOKENS], "window_size": (6, -1)},
     "islands": {"causal": True, "islands": [(3, 9), (20, 21), (21, 34), (55, TOKENS)]},
     "islands, window, documents": {
-        "causal": True,
-        "islands": [(3, 9), (21, 34)],
-        "window_size": (11, -1),
-        "cu_seqlens": [0, 15, 40, TOKENS],
+        "causal": True, "islands": [(3, 9), (21, 34)], "window_size": (11, -1), "cu_seqlens": [0, 15, 40, TOKENS],
     },
     "intervals": {"intervals": INTERVALS},
     "causal intervals in documents": {"causal": True, "intervals": INTERVALS, "cu_seqlens": [0, 13, 40, TOKENS]},
@@ -70,7 +67,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "longformer": {"block_mask": longformer(8, [(0, 3)])},
     "causal longformer": {"causal": True, "block_mask": longformer(8, [(0, 3), (30, 32)])},
     "longformer in documents": {"cu_seqlens": [0, 25, TOKENS], "block_mask": longformer(6, [(4, 6), (40, 41)])},
-}
+}  # fmt: skip
 PATTERNS: dict[str, Callable[[int], dict[str, Any]]] = {
     "strided": lambda block: {"causal": True, "block_mask": strided(TOKENS, block, stride=2 * block)},
     "fixed": lambda block: {"causal": True, "block_mask": fixed(TOKENS, block, stride=3 * block, summary=block)},
@@ -86,14 +83,10 @@ SCORES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.3, "dropout_seed": 2**63 + 5},
     "dropout of later heads": {"dropout_p": 0.3, "dropout_seed": 11, "first_head": 2**31 - 3},
     "all scores": {
-        "causal": True,
-        "softmax_scale": 0.4,
-        "softcap": 3.0,
-        "alibi_slopes": SLOPES,
-        "dropout_p": 0.5,
+        "causal": True, "softmax_scale": 0.4, "softcap": 3.0, "alibi_slopes": SLOPES, "dropout_p": 0.5,
         "dropout_seed": 7,
     },
-}
+}  # fmt: skip
 
 
 def layout_for(name: str, world: int, call: dict[str, Any]) -> Layout:
@@ -136,8 +129,8 @@ def test_each_feature_is_exact(name: str, layout: str, world: int) -> None:
 
 @pytest.mark.parametrize(("number", "name"), [*enumerate([*MASKS, *PATTERNS, *SCORES])])
 def test_each_feature_is_exact_in_runs_of_tokens(number: int, name: str) -> None:
-    """Each case takes the next world, layout and ring; the kernels compute every fourth."""
-    backend = "aten" if number % 4 else "triton"
+    """Each case takes the next world, layout and ring; the kernels compute that with all scores."""
+    backend = "triton" if name == "all scores" else "aten"
     call = PATTERNS[name](BLOCK[backend]) if name in PATTERNS else (MASKS | SCORES)[name]
     ring = {"chunks": 3} if number % 3 else {"chunks": 3, "topology": Topology.grid(2, 2), "direction": -1}
     world = 2 + number % 3 if number % 3 else 4
@@ -146,17 +139,9 @@ def test_each_feature_is_exact_in_runs_of_tokens(number: int, name: str) -> None
 
 # tests/kernels covers the features themselves; here the ring must pass each of them on
 LAUNCHED = (
-    "islands",
-    "intervals",
-    "window",
-    "causal documents",
-    "prefix",
-    "padding",
-    "longformer",
-    "bigbird in documents",
-    "dropout",
-    "least",
-)
+    "islands", "intervals", "window", "causal documents", "prefix", "padding", "longformer", "bigbird in documents",
+    "dropout", "least",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "layout"), [*zip(LAUNCHED, cycle(["contiguous", "striped", "zigzag"]))])

@@ -30,12 +30,10 @@ HIDING: dict[str, dict[str, Any]] = {
     "holes": {"key_mask": HOLES},
     "nothing": {"key_mask": torch.zeros(BATCH, TOKENS, dtype=torch.bool), "cu_seqlens": [0, 9, 36]},
     "all": {
-        "key_mask": HOLES,
-        "leftpad_k": [0, 3, 36],
-        "seqused_k": [36, 20, 4],
+        "key_mask": HOLES, "leftpad_k": [0, 3, 36], "seqused_k": [36, 20, 4],
         "cu_seqlens": [[0, 36], [0, 9, 36], [0, 36]],
     },
-}
+}  # fmt: skip
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -127,9 +125,7 @@ def test_left_padded_prompts_with_a_cache() -> None:
     q, k, v = whole["q"][:, -5:], whole["k"], whole["v"]
     out = ring_attention(q, k, v, align="bottom-right", **hiding)
     torch.testing.assert_close(out, ring_attention(whole["q"], k, v, **hiding)[:, -5:])
-    with pytest.raises(
-        ValueError, match="leftpad_k cannot be used with align='bottom-right' when there are 36 queries and 20 keys"
-    ):
+    with pytest.raises(ValueError, match="leftpad_k cannot be used with align='bottom-right' when there are 36"):
         ring_attention(whole["q"], k[:, :20], v[:, :20], align="bottom-right", **hiding)
 
 

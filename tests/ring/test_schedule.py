@@ -236,12 +236,12 @@ def check_bytes(plan: Schedule) -> None:
 @pytest.mark.parametrize(("causal", "direction"), rest_nightly([(False, 1), (True, 1), (True, -1)], (True, -1)))
 def test_schedules_of_every_small_ring(causal: bool, direction: int) -> None:
     for name in NAMES:
-        for world in range(1, 9):
+        for world in (1, 2, 3, 5, 8):
             for seqlen in {0, 1, world - 1, world, 2 * world + 1, 3 * world}:
                 check(build_layout(name, seqlen, world), Mask(causal=causal), direction)
 
 
-@given(st.data(), layouts(max_seqlen=20), masks(), st.sampled_from([1, -1]), settings())
+@given(st.data(), layouts(max_seqlen=14), masks(), st.sampled_from([1, -1]), settings())
 def test_schedules_of_any_ring(data: st.DataObject, layout: Layout, mask: Mask, direction: int, how: Settings) -> None:
     check(layout, mask, direction, topology=data.draw(rings(layout.world)), how=how)
 
@@ -253,7 +253,7 @@ def test_schedules_with_another_kv_layout(data: st.DataObject, mask: Mask, direc
     check(layout, mask, direction, kv_layout=keys, topology=data.draw(rings(layout.world)))
 
 
-@given(st.data(), st.integers(1, 8), st.sampled_from([1, -1]), settings())
+@given(st.data(), st.integers(1, 6), st.sampled_from([1, -1]), settings())
 def test_active_ranges_of_any_visible_shards(data: st.DataObject, world: int, direction: int, how: Settings) -> None:
     """Active ranges are right for any pattern of visible shards and any order of hops."""
     ring = data.draw(rings(world))
@@ -352,10 +352,7 @@ def test_equal_schedules_share_one_object() -> None:
 def test_refusals() -> None:
     layout = Layout.contiguous(8, 2)
     rows: list[tuple[dict[str, Any], str]] = [
-        (
-            {"kv_layout": Layout.contiguous(8, 3)},
-            "kv_layout is made for 3 ranks and layout for 2: the numbers must be equal",
-        ),
+        ({"kv_layout": Layout.contiguous(8, 3)}, "kv_layout is made for 3 ranks and layout for 2: the numbers must be"),
         ({"direction": 0}, r"direction is 0: it must be 1 \(to the next rank\) or -1 \(to the previous rank\)"),
         ({"topology": Topology.grid(2, 2)}, "topology has 4 ranks, but layout is made for 2"),
         ({"slots": 0}, "slots is 0: it must be at least 1"),

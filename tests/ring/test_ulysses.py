@@ -147,15 +147,12 @@ def test_one_rank_draws_the_seed() -> None:
         seed, state = int(torch.randint(2**63 - 1, (), dtype=torch.int64)), torch.get_rng_state()
         for shape in ((3, 2), (1, 6), (6, 1)):
             torch.manual_seed(5)
-            assert run_ranks(6, partial(drawn_over, shape)) == [seed] * 6
+            assert run_ranks(6, partial(drawn, shape)) == [seed] * 6
             assert torch.equal(torch.get_rng_state(), state)
 
 
-def drawn_over(shape: tuple[int, int], group: LocalGroup) -> int:
-    return drawn(group.mesh(*shape))
-
-
-def drawn(mesh: LocalMesh) -> int:
+def drawn(shape: tuple[int, int], group: LocalGroup) -> int:
+    mesh = group.mesh(*shape)
     rings = resolve_mesh_rings((mesh.ring, mesh.ulysses), torch.device("cpu"))
     with rings._call_guard(torch.device("cpu")):
         rings._agree({"call": "a seed"}, torch.device("cpu"))
@@ -270,15 +267,11 @@ def test_a_failing_rank_ends_all_rows_and_columns() -> None:
         world.run(lambda group: attend(group.mesh(2, 2), *qkv(group)))
 
 
-def meshed(group: LocalGroup, shape: tuple[Any, Any]) -> LocalMesh:
-    return group.mesh(*shape)
-
-
 def test_meshes_of_a_local_world() -> None:
     with LocalWorld(4) as world:
         for wrong in ((3, 2), (4, 4), (0, 4), (2, "2")):
             with pytest.raises(ValueError, match=r"ring is|ulysses is"):
-                world.run(partial(meshed, shape=wrong))
+                world.run(lambda group, wrong=wrong: group.mesh(*wrong))  # type: ignore[misc]
         assert all(world.run(lambda group: group.mesh(2, 2) is group.mesh(2, 2)))
         with pytest.raises(ValueError, match=r"group is a .*LocalMesh"):
             world.run(lambda group: Ring(group.mesh(2, 2)))

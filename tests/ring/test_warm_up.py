@@ -100,7 +100,7 @@ def hold_lock(folder: str, held: Any, seconds: float) -> None:
 
 def test_a_kernel_that_another_process_compiles_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     held = context.Event()
     other = context.Process(target=hold_lock, args=(str(tmp_path), held, 1.0))
     other.start()

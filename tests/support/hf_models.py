@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "max_position_embeddings": 64,
 }  # fmt: skip
 ALTERNATING = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
@@ -34,14 +35,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 images": (
         "Gemma3Config",
         {
-            "text_config": SIZES
-            | {"query_pre_attn_scalar": 11, "sliding_window": 5, "layer_types": ALTERNATING["layer_types"]},
-            "vision_config": {
-                "hidden_size": 8,
-                "intermediate_size": 8,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 1,
-            },
+            "text_config": SIZES | ALTERNATING | {"query_pre_attn_scalar": 11, "sliding_window": 5},
+            "vision_config": VISION,
         },
     ),
     "gpt-oss": ("GptOssConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, **ALTERNATING}),

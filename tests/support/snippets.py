@@ -145,25 +145,22 @@ def own_arguments(command: str) -> list[str] | None:
 class SectionSetup:
     """The names that a section assumes, and the ranks it runs on."""
 
-    names: Callable[[GroupLike], Any]  # context manager that yields the names on every rank
+    names: Callable[[GroupLike], Iterator[dict[str, Any]]]  # yields the names on every rank, then cleans up
     virtual: int = 0  # number of virtual ranks, each with its member as `group`; 0 for none
     processes: int = 0  # number of processes over gloo; 0 for none
     replaced: tuple[str, str] = ("", "")  # text that needs a GPU, and its replacement on the CPU
     nightly: bool = False
 
 
-@contextmanager
 def provide_nothing(group: GroupLike) -> Iterator[dict[str, Any]]:
     yield {}
 
 
-@contextmanager
 def provide_counting_transport(group: GroupLike) -> Iterator[dict[str, Any]]:
     yield {}
     unregister_transport("counting")
 
 
-@contextmanager
 def provide_qkv(group: GroupLike) -> Iterator[dict[str, Any]]:
     from ringattn import ring_attention
 
@@ -171,20 +168,17 @@ def provide_qkv(group: GroupLike) -> Iterator[dict[str, Any]]:
     yield {"q": q, "k": k, "v": v, "group": group, "ring_attention": ring_attention}
 
 
-@contextmanager
 def provide_masks(group: GroupLike) -> Iterator[dict[str, Any]]:
     from ringattn import Layout, ring
 
-    with provide_qkv(group) as names:
+    for names in provide_qkv(group):
         yield names | {"torch": torch, "ring": ring, "layout": Layout.contiguous(16, 1)}
 
 
-@contextmanager
 def provide_training(group: GroupLike) -> Iterator[dict[str, Any]]:
     yield execute("docs/training.md#train-your-model")
 
 
-@contextmanager
 def provide_model(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield a tiny Llama in a folder, and a batch."""
     from torch.utils.data import DataLoader
@@ -206,24 +200,21 @@ def provide_model(group: GroupLike) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-@contextmanager
 def provide_readme(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield the names of `provide_model`, for a script."""
-    with provide_model(group) as names:
+    for names in provide_model(group):
         yield names | {"__name__": "__main__"}
 
 
-@contextmanager
 def provide_accelerate(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield the names of `provide_model`, with accelerate's mesh of the processes."""
     from accelerate.utils import ParallelismConfig
 
-    with provide_model(group) as names:
+    for names in provide_model(group):
         mesh = ParallelismConfig(cp_size=2).get_device_mesh("cpu")
         yield names | {"accelerator": SimpleNamespace(torch_device_mesh=mesh)}
 
 
-@contextmanager
 def provide_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
     from diffusers import FluxTransformer2DModel
 
@@ -236,7 +227,6 @@ def provide_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
         yield {"model": model}
 
 
-@contextmanager
 def provide_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
     def model(tokens: torch.Tensor) -> torch.Tensor:
         x = tokens.view(1, 1, -1, 1).expand(-1, 4, -1, 16).float().requires_grad_()
@@ -245,7 +235,6 @@ def provide_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
     yield {"model": model, "tokens": torch.arange(16), "group": group}
 
 
-@contextmanager
 def provide_documents(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield document boundaries, and restore ``flash_attention_2`` afterwards."""
     import transformers
@@ -259,7 +248,6 @@ def provide_documents(group: GroupLike) -> Iterator[dict[str, Any]]:
             interface.register("flash_attention_2", function)
 
 
-@contextmanager
 def provide_lucidrains(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield nothing, and restore lucidrains' module afterwards."""
     import ring_attention_pytorch.ring_attention as theirs
@@ -268,7 +256,6 @@ def provide_lucidrains(group: GroupLike) -> Iterator[dict[str, Any]]:
         yield {}
 
 
-@contextmanager
 def provide_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield every public name of the kernels, tensors, and the keys in two shards."""
     from ringattn import kernels
@@ -284,7 +271,6 @@ def provide_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
-@contextmanager
 def provide_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield the sizes, the device and the group of a ring."""
     from ringattn import Ring, autotune, kernels
@@ -323,7 +309,7 @@ def execute(key: str, group: GroupLike = None) -> dict[str, Any]:
     source, instead = setup.replaced
     assert source in "".join(snippet.text for snippet in python_sections()[key])
     names: dict[str, Any]
-    with setup.names(group) as names:
+    with contextmanager(setup.names)(group) as names:
         for snippet in python_sections()[key]:
             text = snippet.text.replace(source, instead) if source else snippet.text
             # leading newlines, so that a traceback shows the page's line number

@@ -15,7 +15,6 @@ import torch
 from ringattn.comm import DONE, Edge, Fence, LocalGroup, LocalWorld, Message, Transport, TransportError, testing
 from ringattn.comm.testing import (
     HOST_CASES,
-    LARGE_BYTES,
     CallbackFence,
     Case,
     constant_tensor,
@@ -27,7 +26,6 @@ from ringattn.comm.testing import (
 __all__ = [
     "HANGS",
     "HOST_CASES",
-    "LARGE_BYTES",
     "CallbackFence",
     "Case",
     "constant_tensor",

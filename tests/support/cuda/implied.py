@@ -17,40 +17,32 @@ CACHES = "the same stream waits for a value that was cached later"
 
 COMMON = {
     "RingCall.wait_all waits for post of KeyValues.post_kv": (
-        SOMETIMES,
-        "needed after a forward, when the caller may overwrite k and v; redundant before a backward",
+        SOMETIMES, "needed after a forward, when the caller may overwrite k and v; redundant before a backward",
     ),
     "RingCall.wait_all waits for post of DkvAccumulators.post": (ALWAYS, SUMS),
     "RingCall.wait_all waits for post of DkvAccumulators.send_return": (ALWAYS, SUMS),
     "KeyValues.wait_chunk waits for post of KeyValues.post_kv": (
-        SOMETIMES,
-        "redundant after a wait for sums that were posted after these K/V, or for K/V of a second kernel",
+        SOMETIMES, "redundant after a wait for sums that were posted after these K/V, or for K/V of a second kernel",
     ),
     "DkvAccumulators.out waits for post of DkvAccumulators.post": (
-        ALWAYS,
-        "protects the slot's last send, but the rank has already waited for K/V or dK/dV that were posted later",
+        ALWAYS, "protects the slot's last send, but the rank has already waited for K/V or dK/dV posted later",
     ),
     "_synchronize_zeros of RingBuffer.__init__ waits for the device": (
-        SOMETIMES,
-        "protects the zeros of a new arena; needed once per ring, if a rank receives before its first mark",
+        SOMETIMES, "protects the zeros of a new arena; needed once per ring, if a rank receives before its first mark",
     ),
     "post of KeyValues.post_kv waits for mark of KeyValues._outgoing": (
-        SOMETIMES,
-        "redundant for later chunks and for slots that have been free for longer; needed for the first",
+        SOMETIMES, "redundant for later chunks and for slots that have been free for longer; needed for the first",
     ),
     "post of KeyValues.post_kv waits for mark of forward": (
-        SOMETIMES,
-        "protects the slot of the last call's compute; redundant if the first post waits for the newer k and v",
+        SOMETIMES, "protects the slot of the last call's compute; redundant if the first post waits for newer k and v",
     ),
     "post of KeyValues.post_kv waits for mark of compute_dq": (
-        SOMETIMES,
-        "protects the slot of the compute; redundant if the sums of the same hop were posted after the compute",
+        SOMETIMES, "protects the slot of the compute; redundant if the sums of the hop were posted after the compute",
     ),
     "post of KeyValues.post_kv waits for post of KeyValues.post_kv": (
-        SOMETIMES,
-        "between levels: the only wait of a shard that is passed on before this rank computes with it",
+        SOMETIMES, "between levels: the only wait of a shard that is passed on before this rank computes with it",
     ),
-}
+}  # fmt: skip
 
 OWN = "post of KeyValues.post_kv waits for mark of KeyValues._outgoing"  # every chunk has its own slot
 PUT_BY = ("KeyValues.post_kv", "DkvAccumulators.post")
