@@ -59,18 +59,21 @@ CACHED = {
     for place in ("prepare_call", "RingCall.mask_args", "TritonBackward.dkdv")
 }
 EXCHANGE = "orders an exchange, whose transfers are waited for"
-NCCL = COMMON | CACHED | {"_add_reader waits for __init__": (SOMETIMES, EXCHANGE)}
+IN_ORDER = {
+    "DkvAccumulators.out waits for mark of DkvAccumulators.mark_added": (
+        ALWAYS,
+        "protects the slot's last compute in an earlier call with runs of tokens, which newer waits already follow",
+    ),
+}
+NCCL = COMMON | CACHED | IN_ORDER | {"_add_reader waits for __init__": (SOMETIMES, EXCHANGE)}
 
-LOCAL = COMMON | CACHED | {
+LOCAL = COMMON | CACHED | IN_ORDER | {
     "RingCall.wait_all waits for post of KeyValues.post_kv": (ALWAYS, SETTLED),
     "RingCall.wait_all waits for _receive of KeyValues.post_kv": (SOMETIMES, SETTLED),
     "RingCall.wait_all waits for _receive of DkvAccumulators.post": (ALWAYS, SETTLED),
     "RingCall.wait_all waits for _receive of DkvAccumulators.send_return": (ALWAYS, SETTLED),
     "KeyValues.wait_chunk waits for _receive of KeyValues.post_kv": (SOMETIMES, BOTH),
     "DkvAccumulators.out waits for post of DkvAccumulators.post": (ALWAYS, BOTH),
-    "DkvAccumulators.out waits for mark of DkvAccumulators.mark_added": (
-        SOMETIMES, "redundant after another call with runs of tokens, if the K/V of the run waited for newer compute",
-    ),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.send_return": (SOMETIMES, BOTH),
     "DkvAccumulators.out waits for _receive of DkvAccumulators.post": (ALWAYS, BOTH),
