@@ -156,7 +156,7 @@ def check_forward(kernel: str, results: Any, q: Tensor, value_dim: int) -> Pair:
 def check_max_logits(kernel: str, forward: Any, q: Tensor) -> Tensor:
     """Return ``max_logits`` of a forward, or raise RuntimeError if they are not one fp32 number per head of q."""
     max_logits: Tensor = forward.max_logits()
-    check_result(kernel, "max_logits", max_logits, q.shape[2:3], torch.float32)
+    check_result(kernel, "max_logits", max_logits, q.shape[2:3], q.device, torch.float32)
     return max_logits
 
 
