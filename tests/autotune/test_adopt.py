@@ -102,8 +102,8 @@ class WrongMiddleForward(RectangleForward):
 
 
 class WrongMiddle(RectangleAttention):
-    def forward(self, q: Tensor, *, softmax_scale: float, config: Any = None, start: Any = None) -> WrongMiddleForward:
-        return WrongMiddleForward(self, q, softmax_scale=softmax_scale, start=start)
+    def forward(self, q: Tensor, *, config: Any = None, **call: Any) -> WrongMiddleForward:
+        return WrongMiddleForward(self, q, **{"start": None, "max_logits": False} | call)
 
 
 def stand_in(function: Callable[..., Any] = forward, backward: Any = own_kernels.backward) -> RectangleAttention:

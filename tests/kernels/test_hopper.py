@@ -54,7 +54,7 @@ from ..support.kernel_cases import (
     pytorch,
 )
 from ..support.tolerance import assert_as_exact_as_pytorch
-from .test_compiled import BEFORE, compiling, gate
+from .test_compiled import compiling, gate
 
 ON_HOPPER = DEVICE.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 HALVES = (torch.float16, torch.bfloat16)
@@ -416,12 +416,12 @@ COMPILED = pytest.mark.compiles(
 
 @COMPILED
 def test_a_sample_passes_the_gate() -> None:
-    """The loop of a full middle hop has fewer instructions than the portable kernel's."""
+    """The loop of a full middle hop has fewer instructions than the portable kernel's of the same tile by pointers."""
     names = "90:bf16:128:hopper:middle:gqa", "90:fp16:64:hopper:last:full:gqa"
     rows = gate(*names, "90:bf16:128:hopper_backward:middle:full:gqa")
     assert len(rows) == 4
     (of_a_hop,) = (row for row in rows if (row["kernel"], row["full"], row["role"]) == ("forward", True, "middle"))
-    assert of_a_hop["instructions"] < BEFORE["forward"][1]
+    assert of_a_hop["instructions"] < 523
 
 
 @COMPILED
