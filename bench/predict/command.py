@@ -253,7 +253,9 @@ def _build_call(shape: ShapeFlags, mask: MaskFlags, ring: RingFlags) -> Predicte
             raise ValueError("--packed needs --documents or --cu-seqlens, and no other layout")
         masks, nodes = [(Mask(mask.causal, config.window), 1)], shape.nodes
         topology = None if world % nodes else Topology.grid(nodes, world // nodes)
-        layout = Layout.packed(boundaries, world, masks=masks, topology=topology)
+        layout = Layout.packed(
+            boundaries, world, masks=masks, topology=topology, heads_per_kv_head=shape.heads // kv_heads
+        )
     return PredictedCall(
         tokens, world, layout, config.mask, shape.heads, kv_heads, shape.head_dim, shape.batch, shape.dtype,
         shape.nodes, **asdict(ring),
