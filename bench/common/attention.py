@@ -23,6 +23,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_B
 Tensors = tuple[Tensor, ...]
 
 PROBE_TOKENS = 256
+PACKED, PER_DOCUMENT = DOCUMENT_LAYOUTS = "packed", "per-document"  # names of Layout.packed, and zigzag per document
 BACKWARD_FLOPS = 2.5  # times the forward's: five matrix products instead of two
 
 
@@ -69,7 +70,12 @@ class AttentionConfig:
         return self.layout_by_name(self.layout)
 
     def layout_by_name(self, layout: str) -> Layout:
-        """Return the layout with this name, for this number of tokens and ranks."""
+        """Return the layout with this name, for this number of tokens and ranks, and for these documents."""
+        if layout == PACKED:
+            masks, heads = [(Mask(self.causal, self.window), 1)], self.heads // self.kv_heads
+            return Layout.packed(self.cu_seqlens or (0, self.seqlen), self.world, masks=masks, heads_per_kv_head=heads)
+        if layout == PER_DOCUMENT:
+            return Layout.zigzag(self.seqlen, self.world, self.cu_seqlens)
         result: Layout = getattr(Layout, layout)(self.seqlen, self.world)
         return result
 
