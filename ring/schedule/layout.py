@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from math import floor, inf, lcm
-from numbers import Rational
+from numbers import Integral, Rational
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -227,9 +227,13 @@ def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) ->
             )
         return tuple(given.tolist())
     try:
-        return tuple(map(INTEGERS.convert, given))
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is {short_repr(given)}: it must be a list of integers or a CPU tensor") from None
+        values = [*given]
+        numbers = all(isinstance(value, Integral) and not isinstance(value, bool) for value in values)
+    except TypeError:
+        numbers = False
+    if not numbers:
+        raise ValueError(f"{name} is {short_repr(given)}: it must be a list of integers or a CPU tensor")
+    return tuple(INTEGERS.check(f"{name}[{index}]", value) for index, value in enumerate(values))
 
 
 _SPEED = real_number("a finite number, at least 0", lambda speed: 0 <= speed < inf)
@@ -600,10 +604,7 @@ class Layout:
             raise ValueError(f"shards has {len(shards)} tensors: it must have one per rank, {self.world}")
         for rank, (x, length) in enumerate(zip(shards, self.lengths, strict=True)):
             check_tokens(x, f"shards[{rank}]", dim, length, f"but rank {rank} has {length}")
-            like, other = ([*t.narrow(dim, 0, 0).shape, t.dtype, t.device] for t in (shards[0], x))
-            if other != like:
-                got, first = (f"{t.dtype} of shape {list(t.shape)} on {t.device}" for t in (x, shards[0]))
-                raise ValueError(f"shards[{rank}] is {got}: it must be like shards[0], {first}, except along dim {dim}")
+        check_alike("shards", shards, dim)
         if all(span.step == 1 for spans in self.spans_per_rank for span in spans):
             pieces = [
                 piece for x, spans in zip(shards, self.spans_per_rank, strict=True) for piece in _cut(x, spans, dim)
@@ -724,6 +725,15 @@ def check_tokens(x: torch.Tensor, name: str, dim: int, tokens: int, reason: str)
     if length != tokens:
         fits = f". Dim {x.shape.index(tokens)} has {tokens}." if tokens in x.shape else ""
         raise ValueError(f"{name} has {length} tokens along dim {dim}, {reason}{fits}")
+
+
+def check_alike(name: str, tensors: Sequence[torch.Tensor], dim: int) -> None:
+    """Raise ValueError if the tensors differ in dtype, in device, or in shape except along ``dim``."""
+    for number, x in enumerate(tensors):
+        like, other = ([*t.narrow(dim, 0, 0).shape, t.dtype, t.device] for t in (tensors[0], x))
+        if other != like:
+            got, first = (f"{t.dtype} of shape {list(t.shape)} on {t.device}" for t in (x, tensors[0]))
+            raise ValueError(f"{name}[{number}] is {got}: it must be like {name}[0], {first}, except along dim {dim}")
 
 
 def _cut(x: torch.Tensor, spans: Sequence[Span], dim: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -219,6 +219,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
         r"intervals\[1\] has 7 positions: it must have 8, as intervals",
     ),
     ({"intervals": []}, "intervals is empty: it must have at least one pair"),
+    ({"intervals": prefix_tree([8], [-1])}, r"intervals is .*PrefixTree: .*Pass tree.intervals"),
     (
         {"intervals": [(EIGHT + p, EIGHT + p + 1) for p in range(0, 130, 2)]},
         "intervals has 65 intervals per query: .* 64",
