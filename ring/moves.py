@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .schedule.exchange import ExchangePlan, Halo, Move, Relayout, Roll, find_mi
 from .schedule.layout import INTEGERS, Layout, LayoutLike, resolve_documents
 from .shards import call_fields, resolve_layout, resolve_shard, transfer
 
-HALO = integer_between(0, (1 << 31) - 1)
+MIN_HALO_LIMIT = 1 << 16  # positions on a side; more only for longer sequences, because they take memory
 CuSeqlens = Iterable[int] | Tensor | None
 
 
@@ -81,14 +82,14 @@ def halo(
     runs come in ascending order: one in a contiguous layout, up to two in a zigzag one, one per token in a striped one.
     So a convolution of ``left + 1 + right`` taps without padding, applied to each piece, gives the results of the run's
     tokens, and their concatenation along ``dim`` is this rank's shard of the result. Positions outside of the document
-    or of the sequence are zeros.
+    or of the sequence are zeros. The pieces are views of one tensor.
 
     A rank without tokens gets one piece of length 0. It must take part in the backward like all others.
 
     Args:
         x: this rank's shard, of any dtype.
-        left: number of positions before each run.
-        right: number of positions after each run.
+        left: number of positions before each run, at most 2^16 or the length of the sequence.
+        right: number of positions after each run, at most 2^16 or the length of the sequence.
         layout: positions that each rank holds.
         group: as for :func:`relayout`.
         dim: dimension of the tokens.
@@ -100,11 +101,13 @@ def halo(
 
     def prepare(held: Layout) -> Halo:
         held.require_whole()
-        sides = HALO.check("left", left), HALO.check("right", right)
-        return Halo(*sides, resolve_documents(cu_seqlens, held.seqlen))
+        sides = integer_between(0, max(held.seqlen, MIN_HALO_LIMIT))
+        return Halo(sides.check("left", left), sides.check("right", right), resolve_documents(cu_seqlens, held.seqlen))
 
     wanted, pieces = _gather(x, "halo", layout, group, dim, prepare)
-    return torch.split(wanted, pieces or [0], dim)
+    starts = accumulate(pieces, initial=0)
+    # narrow, because autograd refuses to modify the results of split in place
+    return tuple(wanted.narrow(dim, *piece) for piece in zip(starts, pieces or [0], strict=False))
 
 
 def _gather(

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..comm import GroupLike
 from ..kernels.checks import check_tensor
-from ..validators import integer_between, short_repr
-from .schedule.intervals import MAX_INTERVALS, Intervals
-from .schedule.layout import INTEGER_DTYPES, Layout, LayoutLike, check_tokens, whole_numbers
+from ..validators import Validator, integer_between, short_repr
+from .schedule.intervals import MAX_INTERVAL_POSITIONS, MAX_INTERVALS, Intervals
+from .schedule.layout import INTEGER_DTYPES, Layout, LayoutLike, check_alike, check_tokens, whole_numbers
 from .session import Session
 from .shards import unshard
 
@@ -65,12 +65,15 @@ class PrefixTree:
         """Return the packed sequence from the tokens of each node, along ``dim``.
 
         Raises:
-            ValueError: there is not one part per node, or a part has another number of tokens than its node.
+            ValueError: there is not one part per node, a part has another number of tokens than its node, or parts
+                differ in another dimension, dtype or device.
         """
+        parts = Validator("the tokens of all nodes, in the order of their numbers", list).check("parts", parts)
         if len(parts) != len(self.lengths):
             raise ValueError(f"parts has {len(parts)} tensors: it must have {len(self.lengths)}, one per node")
         for node, (part, length) in enumerate(zip(parts, self.lengths, strict=True)):
             check_tokens(part, f"parts[{node}]", dim, length, f"but the node has {length}")
+        check_alike("parts", parts, dim)
         return torch.cat([parts[node] for node in self.order], dim)
 
     def path(self, leaf: int) -> Tensor:
@@ -176,6 +179,8 @@ def prefix_tree(lengths: Iterable[int] | Tensor, parents: Iterable[int] | Tensor
             or a path has more than 64 branches. The message names the node.
     """
     sizes, above = whole_numbers("lengths", lengths, "[nodes]"), whole_numbers("parents", parents, "[nodes]")
+    if sum(sizes) > MAX_INTERVAL_POSITIONS:
+        raise ValueError(f"lengths has {sum(sizes)} tokens: a tree may have at most 2^28")
     if not sizes or len(sizes) != len(above):
         raise ValueError(
             f"lengths has {len(sizes)} nodes and parents has {len(above)}: both must have the same, at least 1"

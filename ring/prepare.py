@@ -265,6 +265,7 @@ def extract_row_masks(
     if args.key_mask is None and args.leftpad_k is None and not has_row_boundaries(args.cu_seqlens):
         return args, None, {}
     changes, rows, compared = split_row_masks(*arguments, batch=batch, keys=layouts.keys.reach, length=layouts.reach)
+    args = _without_empty_islands(args)
     slopes, pattern = args.alibi_slopes, args.block_mask
     problems = {
         "block_mask": pattern is not None and (batch > 1 or not isinstance(pattern, Longformer)),
@@ -294,6 +295,7 @@ def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
     window: Any = args.window_size
     documents = None if cu_seqlens is None else resolve_documents(cu_seqlens, layouts.reach)
     lengths = None if used is None else lengths_per_row("seqused_k", used, batch, layouts.keys.reach)
+    args = _without_empty_islands(args)
     intervals, window = _intervals(args, layouts, window)
     prefix = _prefix(args.prefix_length, args.causal, layouts.reach)
     islands = _islands(args, layouts.reach, documents)
@@ -305,6 +307,11 @@ def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
             )
         return replace(mask, window=block_mask.window, global_tokens=block_mask.global_tokens)
     return mask if block_mask is None else replace(mask, blocks=_blocks(block_mask, layouts))
+
+
+def _without_empty_islands(args: AttentionArgs) -> AttentionArgs:
+    """Return the arguments with checked islands; None if there are no islands."""
+    return args if args.islands is None else args._replace(islands=read_ranges("islands", args.islands) or None)
 
 
 def _intervals(args: AttentionArgs, layouts: Layouts, window: PositionRange) -> tuple[Intervals | None, PositionRange]:

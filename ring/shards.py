@@ -84,6 +84,8 @@ def resolve_shard(
     ``call`` and ``name`` name the called function and the layout argument in messages.
     """
     check_tensor("x", x)
+    if x.is_quantized:
+        raise ValueError("x is a quantized tensor: it must be a plain tensor, such as x.int_repr()")
     check_autograd(call, x)
     tokens = token_count(x, "x", dim)
     resolved = resolve_layout(layout, _seqlen(layout, tokens * ranks.size), ranks.size, name)

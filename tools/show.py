@@ -99,6 +99,7 @@ def show(
     if not tokens:
         raise typer.BadParameter("--seqlen or --lengths gives 0 tokens; pass at least 1")
     try:
+        kv_heads = flags.resolve_kv_heads(heads, kv_heads)
         boundaries = document_boundaries(tokens, cu_seqlens, documents, documents_seed)
         if per_document and (boundaries is None or lengths is not None or layout is not LayoutName.zigzag):
             raise ValueError("--per-document needs --documents or --cu-seqlens, and --layout zigzag")
@@ -112,7 +113,9 @@ def show(
             assert boundaries is not None
             masks = [(Mask(causal, window or NO_WINDOW), 1)]
             topology = None if world % nodes else Topology.grid(nodes, world // nodes)
-            token_layout, name = Layout.packed(boundaries, world, masks=masks, topology=topology), "packed"
+            token_layout, name = Layout.packed(
+                boundaries, world, masks=masks, topology=topology, heads_per_kv_head=heads // kv_heads
+            ), "packed"  # fmt: skip
         elif own is not None:
             token_layout, name = own, layout.name
         else:
@@ -122,7 +125,6 @@ def show(
             cu_seqlens=boundaries, seqused_k=seqused_k, prefix_length=prefix_length,
             block_mask=build_pattern(tokens, block_mask), **read_mask(mask_file, tokens),
         )  # fmt: skip
-        kv_heads = flags.resolve_kv_heads(heads, kv_heads)
         call = CallSummary(token_layout, name, mask, direction, batch, heads, kv_heads, head_dim, dtype, nodes, chunks)
         _ = call.schedule
     except ValueError as error:

@@ -73,6 +73,9 @@ def integer_between(minimum: int, maximum: int) -> Validator:
 
 
 def _format_integer(number: int) -> str:
+    if number < 0:
+        text = _format_integer(-number)
+        return f"-({text})" if " " in text else f"-{text}"
     for difference, suffix in ((0, ""), (1, " - 1")):
         if (power := number + difference) >= MIN_POWER_NOTATION and power & (power - 1) == 0:
             return f"2^{power.bit_length() - 1}{suffix}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_B
 Tensors = tuple[Tensor, ...]
 
 PROBE_TOKENS = 256
+PACKED, PER_DOCUMENT = DOCUMENT_LAYOUTS = "packed", "per-document"  # names of Layout.packed, and zigzag per document
 BACKWARD_FLOPS = 2.5  # times the forward's: five matrix products instead of two
 
 
@@ -71,7 +73,12 @@ class AttentionConfig:
         return self.layout_by_name(self.layout)
 
     def layout_by_name(self, layout: str) -> Layout:
-        """Return the layout with this name, for this number of tokens and ranks."""
+        """Return the layout with this name, for this number of tokens and ranks, and for these documents."""
+        if layout == PACKED:
+            masks, heads = [(Mask(self.causal, self.window), 1)], self.heads // self.kv_heads
+            return Layout.packed(self.cu_seqlens or (0, self.seqlen), self.world, masks=masks, heads_per_kv_head=heads)
+        if layout == PER_DOCUMENT:
+            return Layout.zigzag(self.seqlen, self.world, self.cu_seqlens)
         result: Layout = getattr(Layout, layout)(self.seqlen, self.world)
         return result
 
@@ -174,8 +181,14 @@ def check_backend(backend: str, problem: AttentionConfig, device: torch.device) 
         raise UnavailableError(str(refused)) from None
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
-    """Compute PyTorch's attention on ``[B, S, H, D]``."""
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, cu_seqlens: Sequence[int] | None = None
+) -> Tensor:
+    """Compute PyTorch's attention on ``[B, S, H, D]``, of each document by itself if ``cu_seqlens`` is given."""
+    if cu_seqlens is not None:
+        lengths = [end - start for start, end in pairwise(cu_seqlens) if start < end]
+        parts = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
+        return torch.cat([sdpa_attention(*part, causal=causal) for part in parts], 1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)

@@ -220,7 +220,9 @@ def _build_call(given: Any) -> PredictedCall:
             raise ValueError("--packed needs --documents or --cu-seqlens, and no other layout")
         masks, nodes = [(Mask(given.causal, config.window), 1)], given.nodes
         topology = None if world % nodes else Topology.grid(nodes, world // nodes)
-        layout = Layout.packed(boundaries, world, masks=masks, topology=topology)
+        layout = Layout.packed(
+            boundaries, world, masks=masks, topology=topology, heads_per_kv_head=shape.heads // kv_heads
+        )
     return PredictedCall(
         tokens, world, layout, config.mask, given.heads, kv_heads, given.head_dim, given.batch, given.dtype,
         given.nodes, chunks=given.chunks, slots=given.slots, wire_dtype=given.wire_dtype,

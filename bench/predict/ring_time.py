@@ -23,10 +23,11 @@ from .links import ClusterLinks
 from .predicted_call import PredictedCall, bounds_area
 from .program import COMPUTE, PASSES, Op, Program, record_program
 from .simulator import RankTimes, run_programs, slow_launches
-from .speed import DKDV, DQ, FOLD, MOST_RANKS, NO_PERTURBATION, POINT, Area, Perturbation, Seconds, Speed
+from .speed import DKDV, DQ, FOLD, NO_PERTURBATION, POINT, Area, Perturbation, Seconds, Speed
 
 RECORDED_TOKENS = 256  # tokens per rank in recorded programs of plain rings; bytes scale with the real tokens
 MOST_SIMULATED = 32  # ranks of a plain ring; larger ones are extrapolated
+MOST_MASKED = 1024  # ranks of any other ring, simulated one by one in up to minutes
 LEAST_RANKS, MORE_RANKS = 16, 8  # size of the smaller simulated ring, and how many more ranks the larger one has
 LEAST_NODES, MORE_NODES = 3, 2
 LATE_NODES = 6  # with causal contiguous shards in a flat ring over nodes, time is linear from here on
@@ -117,11 +118,11 @@ def _extrapolate_pass(call: PredictedCall, phase: str, make_pass: Callable[[Pred
 
 def _smaller_calls(call: PredictedCall) -> tuple[PredictedCall, PredictedCall, float] | None:
     """Return two smaller rings and ``share`` of :meth:`Pass.extrapolate`; None if the call can be simulated."""
-    if call.world <= (MOST_SIMULATED if call.is_plain else MOST_RANKS):
+    if call.world <= (MOST_SIMULATED if call.is_plain else MOST_MASKED):
         return None
     if not call.is_plain:
         raise ValueError(
-            f"world is {call.world}: with this layout and mask it must be at most {MOST_RANKS}. "
+            f"world is {call.world}: with this layout and mask it must be at most {MOST_MASKED}. "
             "Larger rings need a contiguous, zigzag (even shards) or striped layout and a full or causal mask."
         )
     unit, steps = (call.per_node, call.nodes) if call.nodes > 1 else (1, call.world)

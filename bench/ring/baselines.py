@@ -163,9 +163,9 @@ class CollectiveAttention:
     computed fp32 dk or dv. ``positions`` are those of the queries, and ``waits`` times the collectives.
     """
 
-    def __init__(self, layout: Layout, positions: Tensor, causal: bool, device: torch.device) -> None:
+    def __init__(self, layout: Layout, positions: Tensor, mask: Mask, device: torch.device) -> None:
         self.world, self.waits = layout.world, DeviceStopwatch(device)
-        self.bounds = bounds(Mask(causal=causal), positions, torch.arange(layout.seqlen)).to(device)
+        self.bounds = bounds(mask, positions, torch.arange(layout.seqlen)).to(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of this rank's queries, differentiable by q, k and v."""
@@ -176,8 +176,8 @@ class CollectiveAttention:
 class AllGatherAttention(CollectiveAttention):
     """Attention that gathers K/V on every rank in position order, and reduce-scatters dK/dV."""
 
-    def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
-        super().__init__(layout, layout.positions(dist.get_rank()), causal, device)
+    def __init__(self, layout: Layout, mask: Mask, device: torch.device) -> None:
+        super().__init__(layout, layout.positions(dist.get_rank()), mask, device)
         self._order = torch.cat([layout.positions(rank) for rank in range(layout.world)]).to(device)
 
     def queries(self, shard: Tensor) -> Tensor:
@@ -206,8 +206,8 @@ class AllGatherAttention(CollectiveAttention):
 class AllToAllAttention(CollectiveAttention):
     """Attention that exchanges shards of tokens for shards of heads by all-to-all, and exchanges the results back."""
 
-    def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
-        super().__init__(layout, torch.arange(layout.seqlen), causal, device)
+    def __init__(self, layout: Layout, mask: Mask, device: torch.device) -> None:
+        super().__init__(layout, torch.arange(layout.seqlen), mask, device)
 
     def queries(self, shard: Tensor) -> Tensor:
         """Return ``[B, S, H / P, D]``, this rank's heads of all tokens, for a shard ``[B, S / P, H, D]``."""

@@ -17,12 +17,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ...comm.group_cache import get_group_cache
 from ...comm.groups import MESH_DIMS, Group, resolve_mesh
-from ...ring import Mask, Ring, ring_attention
+from ...ring import Ring, ring_attention
 from ...ring.local.registry import other_backends
 from ...ring.mesh import ring_layout
 from ...ring.schedule.schedule import schedule
 from ...ring.ulysses import split_ulysses_heads
-from ..common.attention import DTYPES, AttentionConfig, Tensors, check_backend, forward_backward, sdpa_attention
+from ..common.attention import (
+    DTYPES,
+    PER_DOCUMENT,
+    AttentionConfig,
+    Tensors,
+    check_backend,
+    forward_backward,
+    sdpa_attention,
+)
 from ..common.cases import UnavailableError
 from ..common.memory_table import (
     ALL_CORES,
@@ -47,8 +55,8 @@ CONTEXT_PARALLEL = "PyTorch context_parallel"
 
 
 def balanced_layout(problem: AttentionConfig) -> str:
-    """Return the layout in which every rank has equal work."""
-    return "zigzag" if problem.causal else "contiguous"
+    """Return the layout in which every rank has equal work and tokens."""
+    return PER_DOCUMENT if problem.cu_seqlens else "zigzag" if problem.causal else "contiguous"
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ def sdpa_one_device(setting: CandidateSetting) -> Candidate:
     """Return SDPA on the whole sequence, run by rank 0 with one rank's threads while the others wait."""
     problem = setting.problem
     positions = torch.arange(problem.seqlen) if dist.get_rank() == 0 else None
-    attend = partial(sdpa_attention, causal=problem.causal)
+    attend = partial(sdpa_attention, causal=problem.causal, cu_seqlens=problem.cu_seqlens)
     return Candidate(ONE_DEVICE, positions, attend, problem.threads, sent_bytes=0)
 
 
@@ -139,8 +147,9 @@ def our_ring(layout: str, setting: CandidateSetting, backend: str = "auto") -> C
     if backend != "auto":
         check_backend(backend, setting.problem, setting.device)
     problem, token_layout, ring = setting.problem, setting.problem.layout_by_name(layout), setting.ring(None)
-    attend: Any = partial(ring_attention, layout=token_layout, ring=ring, causal=problem.causal, backend=backend)
-    plan = schedule(token_layout, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
+    mask: dict[str, Any] = {"causal": problem.causal, "cu_seqlens": problem.cu_seqlens}
+    attend: Any = partial(ring_attention, layout=token_layout, ring=ring, backend=backend, **mask)
+    plan = schedule(token_layout, problem.mask, direction=ring.direction, topology=ring.topology)
     kv, dkv = kv_bytes(problem)
     sent = max(map(sum, zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)))
     positions = setting.positions(layout)
@@ -170,10 +179,10 @@ def baseline_ring(setting: CandidateSetting) -> Candidate:
 
 
 def all_gather(setting: CandidateSetting) -> Candidate:
-    """Return all-gather of K/V with reduce-scatter of dK/dV, in zigzag layout if causal."""
+    """Return all-gather of K/V with reduce-scatter of dK/dV, in a balanced layout."""
     problem, layout = setting.problem, balanced_layout(setting.problem)
     setting.require(ALL_GATHER)
-    net = AllGatherAttention(problem.layout_by_name(layout), problem.causal, setting.device)
+    net = AllGatherAttention(problem.layout_by_name(layout), problem.mask, setting.device)
     sent = (problem.world - 1) * problem.seqlen // problem.world * sum(kv_bytes(problem))
     return Candidate(ALL_GATHER, setting.positions(layout), net, problem.threads, sent_bytes=sent, wait_timer=net.waits)
 
@@ -185,7 +194,7 @@ def ulysses(setting: CandidateSetting) -> Candidate:
         if count % world:
             raise UnavailableError(f"{name} is {count}: it must be a multiple of the number of ranks, {world}")
     setting.require(ULYSSES)
-    net = AllToAllAttention(problem.layout_by_name("contiguous"), problem.causal, setting.device)
+    net = AllToAllAttention(problem.layout_by_name("contiguous"), problem.mask, setting.device)
     sent = exchanged_bytes(problem, world)
     positions = setting.positions("contiguous")
     return Candidate(ULYSSES, positions, net, problem.threads, sent_bytes=sent, wait_timer=net.waits)
@@ -211,8 +220,9 @@ def ulysses_mesh(degree: int, setting: CandidateSetting) -> Candidate:
     for group in resolve_mesh(mesh) or ():
         get_group_cache(group)[setting.device] = setting.ring(group)  # calls with this mesh use this ring
     token_layout = problem.layout_by_name(layout)
-    attend: Any = partial(ring_attention, layout=token_layout, group=mesh, causal=problem.causal)
-    plan = schedule(ring_layout(token_layout, degree), Mask(causal=problem.causal))
+    mask: dict[str, Any] = {"causal": problem.causal, "cu_seqlens": problem.cu_seqlens}
+    attend: Any = partial(ring_attention, layout=token_layout, group=mesh, **mask)
+    plan = schedule(ring_layout(token_layout, degree), problem.mask)
     heads_per_rank = kv_heads[0].stop - kv_heads[0].start
     kv, dkv = (nbytes * heads_per_rank // problem.kv_heads for nbytes in kv_bytes(problem))
     ring_bytes = max(map(sum, zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)))
@@ -335,6 +345,8 @@ def make_candidates(
         try:
             if setting.has_slow_links and name in BASELINES | PEERS:
                 raise UnavailableError("--bytes-per-second slows down only our rings")
+            if setting.problem.cu_seqlens and name in {BASELINE} | PEERS.keys():
+                raise UnavailableError("it is not set up for packed documents here")
             available[name] = make(setting)
         except UnavailableError as reason:
             absent[name] = str(reason)

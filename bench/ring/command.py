@@ -18,9 +18,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def parse_layouts(text: str) -> list[str]:
-    """Parse a comma-separated list of layouts, or ``all``."""
-    known = [layout.value for layout in flags.LayoutName]
-    names = known if text == "all" else [part.strip() for part in text.split(",")]
+    """Parse a comma-separated list of layouts, or ``all`` for all that need no documents."""
+    from ..common.attention import DOCUMENT_LAYOUTS
+
+    equal = [layout.value for layout in flags.LayoutName]
+    known = [*equal, *DOCUMENT_LAYOUTS]
+    names = equal if text == "all" else [part.strip() for part in text.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is not a layout: pass all, or some of {', '.join(known)}")
@@ -43,8 +46,16 @@ def ring(
     dtype: flags.DeviceDtype = None,
     causal: flags.Causal = True,
     layout: Annotated[
-        Any, typer.Option(parser=parse_layouts, metavar="NAME,…|all", help="How tokens are split over the ranks.")
-    ] = "zigzag",
+        Any,
+        typer.Option(
+            parser=parse_layouts,
+            metavar="NAME,…|all",
+            help="How tokens are split over the ranks; default: zigzag, or packed and per-document.",
+        ),
+    ] = None,
+    cu_seqlens: flags.CuSeqlens = None,
+    documents: flags.MeanDocumentLength = None,
+    documents_seed: flags.DocumentsSeed = None,
     by: Annotated[
         str | None,
         typer.Option(metavar="NAME,…", help="Run only candidates whose names start with one of these; default: all."),
@@ -63,7 +74,8 @@ def ring(
     """Time forward and backward of a ring over processes, next to other methods for the same attention."""
     import torch
 
-    from ..common.attention import AttentionConfig
+    from ...ring.schedule.layout import resolve_documents
+    from ..common.attention import DOCUMENT_LAYOUTS, AttentionConfig, document_boundaries
     from ..common.memory import check_ranks_fit
     from ..common.memory_table import candidate_kind
     from ..common.provenance import provenance
@@ -85,13 +97,24 @@ def ring(
         raise typer.BadParameter(
             "--world is 1: --bytes-per-second slows down transfers between processes, so it must be at least 2"
         )
+    has_documents = cu_seqlens is not None or documents is not None
+    layout = layout or ([*DOCUMENT_LAYOUTS] if has_documents else ["zigzag"])
+    if not has_documents and {*layout} & {*DOCUMENT_LAYOUTS}:
+        raise typer.BadParameter(f"--layout {','.join(layout)} needs --documents or --cu-seqlens")
+    boundaries = {}
+    for tokens in seqlen:
+        try:
+            given = document_boundaries(tokens, cu_seqlens, documents, documents_seed)
+            boundaries[tokens] = None if given is None else (*resolve_documents(given, tokens).boundaries,)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
     prefixes = parse_candidate_prefixes(layout, by, worlds)
     configs = []
     for ranks in worlds:
         problems = tuple(
             AttentionConfig(
                 tokens, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout[0],
-                flags.rank_threads(ranks), seed, device, transport,
+                flags.rank_threads(ranks), seed, device, transport, cu_seqlens=boundaries[tokens],
             )
             for tokens in sorted(seqlen)
         )  # fmt: skip

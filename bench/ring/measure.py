@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...comm import Group, Limits
 from ...comm.group_cache import get_group_cache
-from ...reference.masks import MaskOptions
 from ...ring import Ring
 from ..common.attention import BACKWARD_FLOPS, AttentionConfig, Tensors
 from ..common.errors import RESULTS, AttentionInputs, build_judge, judged_heads
@@ -103,7 +102,7 @@ def open_bench_ring(
 
 def warm_up(config: RingConfig, device: torch.device) -> None:
     """Warm up connections, thread pools and lazy modules, so that no candidate's memory contains them."""
-    small = replace(config.problems[0], seqlen=WARM_TOKENS * config.problems[0].world)
+    small = replace(config.problems[0], seqlen=WARM_TOKENS * config.problems[0].world, cu_seqlens=None)
     with Ring(transport=small.transport) as ring:
         candidate = our_ring(config.layouts[0], CandidateSetting(small, config.layouts, device, lambda _: ring))
         candidate.run(candidate.shards(small.tensors(), device))
@@ -156,7 +155,7 @@ def check_candidates(
     judge = None
     if rank == 0:
         inputs = AttentionInputs(*(x.to(device) for x in tensors))
-        judge = build_judge(inputs, MaskOptions(causal=problem.causal), heads)
+        judge = build_judge(inputs, problem.reference_masks(device), heads)
         del inputs  # keep the device's memory for the candidates
         judge = judge._replace(exact={name: x.cpu() for name, x in judge.exact.items()})
     cached_shards: list[tuple[Tensor, Tensors]] = []  # candidates with the same tokens share shards

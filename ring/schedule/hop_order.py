@@ -5,25 +5,29 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+Vector = npt.NDArray[np.int64]
 
-def order_distances(seen: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> tuple[int, ...]:
+
+def order_distances(rows: Vector, distances: Vector, keys: Vector, count: int) -> tuple[int, ...]:
     """Return the distances at which any rank sees anything, in the order that moves fewer K/V.
 
-    ``seen`` is ``[shard, outer, distance]``. The candidates are counting up, which sends everything to a neighbour, and
-    nearest first on both sides. Nearest first wins if windows or documents reach to both sides, because K/V would
-    otherwise pass all ranks to arrive from behind.
+    Row ``rows[i]``, a shard on its way through a node, is seen at the distance ``distances[i]`` of ``count``. It moves
+    ``keys[row]`` keys. The candidates are counting up, which sends everything to a neighbour, and nearest first on both
+    sides. Nearest first wins if windows or documents reach to both sides, because K/V would otherwise pass all ranks to
+    arrive from behind.
     """
-    count = seen.shape[2]
-    upward = (0, *(np.flatnonzero(np.asarray(seen.any(axis=(0, 1)))[1:]) + 1).tolist())
+    upward = tuple(np.unique(np.append(distances, 0)).tolist())
     nearest = tuple(sorted(upward, key=lambda far: (min(far, count - far), far)))
 
     def moved_keys(order: tuple[int, ...]) -> int:
-        return int((last_indices(seen[:, :, order]) * lengths[:, None]).sum())
+        return int((last_indices(rows, distances, order, len(keys)) * keys).sum())
 
     return min(upward, nearest, key=moved_keys)
 
 
-def last_indices(used: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return the index of the last True along the last dimension, 0 if there is none."""
-    last: npt.NDArray[np.int64] = np.where(used.any(axis=2), used.shape[2] - 1 - used[:, :, ::-1].argmax(axis=2), 0)
+def last_indices(rows: Vector, distances: Vector, order: tuple[int, ...], count: int) -> Vector:
+    """Return for each of ``count`` rows the index in ``order`` of the last distance at which it is seen, or 0."""
+    places, last = np.zeros(max(order) + 1, np.int64), np.zeros(count, np.int64)
+    places[[*order]] = np.arange(len(order))
+    np.maximum.at(last, rows, places[distances])
     return last

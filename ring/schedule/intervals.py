@@ -24,6 +24,7 @@ import torch
 from ...kernels.checks import check_not_dtensor
 from ...validators import Validator, short_repr
 
+MAX_INTERVAL_POSITIONS = 1 << 28  # of trees and slices; an interval has 16 bytes per position
 MAX_INTERVALS = 64  # each interval of a mask is one launch per hop
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -36,12 +37,12 @@ class Intervals:
         pairs: list of ``(lo, hi)``, int32 or int64 CPU tensors ``[positions of the queries]``. For every pair, the
             query at position p sees the keys at the positions ``lo[p] <= k < hi[p]``, and none if ``lo[p] >= hi[p]``.
             Among the queries that see a key, neither end of a pair decreases.
-        path_positions: int64 ``[positions]``, the position of each token on its path of a prefix tree, which windows
-            count. None: windows count the global positions.
+        path_positions: int32 or int64 ``[positions]``, the position of each token on its path of a prefix tree, which
+            windows count. It rises by 1 from key to key of an interval. None: windows count the global positions.
 
     Raises:
-        ValueError: a pair is of another kind, an end decreases, two intervals of a query overlap, or there are more
-            than 64 intervals. The message names the first position.
+        ValueError: a pair or ``path_positions`` is of another kind, an end decreases, two intervals of a query overlap,
+            or there are more than 64 intervals. The message names the first position.
     """
 
     __slots__ = ("__dict__", "path_positions", "table")
@@ -55,7 +56,7 @@ class Intervals:
             raise ValueError(f"intervals has {len(parts)} intervals {TOO_MANY}")
         self.table = torch.stack(parts)
         """The ends, int64 ``[intervals, 2, positions]``. They ascend, also where ``lo == hi``."""
-        self.path_positions = path_positions
+        self.path_positions = None if path_positions is None else self._check_path(path_positions)
 
     def check_ends(self, queries: int, keys: int) -> None:
         """Raise ValueError unless there are ``queries`` positions of queries and ``keys`` positions of keys."""
@@ -68,6 +69,23 @@ class Intervals:
                 f"intervals ends at {int(ends[past[0]])} at position {int(past[0])}: it must end at {keys} at most, "
                 "the number of keys"
             )
+
+    def _check_path(self, path: torch.Tensor) -> torch.Tensor:
+        check_not_dtensor("path_positions", path)
+        positions = self.table.shape[2]
+        if not _is_index(path) or len(path) != positions:
+            raise ValueError(
+                f"path_positions is {short_repr(path)}: it must be an int32 or int64 CPU tensor of shape [{positions}]"
+            )
+        lo, hi = (ends.clamp(max=positions) for ends in self.table.unbind(1))
+        jumps = torch.cat([torch.zeros(1).long(), path.long().diff(prepend=path[:1] - 1).ne(1).cumsum(0)])
+        wrong = ((lo + 1 < hi) & (jumps[hi] > jumps[(lo + 1).clamp(max=positions)])).any(0).nonzero()
+        if len(wrong):
+            raise ValueError(
+                f"path_positions has a jump between two keys of an interval of position {int(wrong[0])}: it must rise "
+                "by 1 from key to key"
+            )
+        return path.long()
 
     @cached_property
     def _digest(self) -> str:
@@ -130,6 +148,8 @@ def _read_pairs(pairs: Iterable[Pair] | torch.Tensor) -> torch.Tensor:
     """Return checked pairs as int64 ``[pairs, 2, positions]``."""
     check_not_dtensor("intervals", pairs)
     read: list[torch.Tensor] = []
+    if isinstance(getattr(pairs, "intervals", None), Intervals):
+        raise ValueError(f"intervals is {short_repr(pairs)}: it must be its intervals. Pass tree.intervals.")
     for number, pair in enumerate(PAIRS.check("intervals", pairs)):
         is_pair = isinstance(pair, (tuple, list)) or (isinstance(pair, torch.Tensor) and pair.dim() > 0)
         ends = [*pair] if is_pair else [pair]

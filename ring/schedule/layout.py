@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from math import floor, inf, lcm
-from numbers import Rational
+from numbers import Integral, Rational
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -227,9 +227,13 @@ def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) ->
             )
         return tuple(given.tolist())
     try:
-        return tuple(map(INTEGERS.convert, given))
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is {short_repr(given)}: it must be a list of integers or a CPU tensor") from None
+        values = [*given]
+        numbers = all(isinstance(value, Integral) and not isinstance(value, bool) for value in values)
+    except TypeError:
+        numbers = False
+    if not numbers:
+        raise ValueError(f"{name} is {short_repr(given)}: it must be a list of integers or a CPU tensor")
+    return tuple(INTEGERS.check(f"{name}[{index}]", value) for index, value in enumerate(values))
 
 
 _SPEED = real_number("a finite number, at least 0", lambda speed: 0 <= speed < inf)
@@ -309,7 +313,8 @@ def _from_both_ends(start: int, end: int, heads: Sequence[int], lengths: Sequenc
 
 def _shares(speeds: Sequence[Fraction]) -> list[Fraction]:
     """Return the share of the total speed that ranks 0 to r have together, for every r."""
-    return [part / sum(speeds) for part in accumulate(speeds)]
+    whole = sum(speeds)
+    return [part / whole for part in accumulate(speeds)]
 
 
 def _nearest(x: Fraction) -> int:
@@ -462,15 +467,16 @@ class Layout:
         topology: Topology | None = None,
         speeds: Iterable[float] | None = None,
         max_tokens: int | None = None,
+        heads_per_kv_head: int = 4,
     ) -> Layout:
         """Return a layout of packed documents that balances work and tokens and moves few K/V.
 
         A document that fits a rank stays whole on it, so that its K/V do not move. Longer documents are cut among ranks
         that are neighbours in the ring. The choice minimises an estimate of the time of a step: the slowest rank's
         visible pairs and hops, and the busiest link inside and between nodes. By this estimate no named layout
-        (contiguous, zigzag, zigzag per document, striped) is better. With windows, the last two are compared only for
-        up to 2^20 pairs of spans. If shards are short, few hops count more than even work. The estimate uses integers,
-        so that all ranks compute the same layout.
+        (contiguous, zigzag, balanced, zigzag per document, striped) is better. With windows, the last two are compared
+        only for up to 2^20 pairs of spans. If shards are short, few hops count more than even work, and a rank of less
+        than mean speed may stay empty. The estimate uses integers, so that all ranks compute the same layout.
 
         Args:
             cu_seqlens: boundaries of the documents, a list or a CPU tensor.
@@ -480,6 +486,8 @@ class Layout:
             topology: order and nodes of the ranks, as for the ring. None: one node, in rank order.
             speeds: relative speed of every rank, such as :meth:`.Ring.speeds`; 0: no tokens. None: equal.
             max_tokens: most tokens of a rank. None: 1.1 times the mean, or its share by ``speeds``, if possible.
+            heads_per_kv_head: number of query heads divided by that of key heads; 1 for multi-head attention. With
+                more, transfers count less beside the work.
 
         Raises:
             ValueError: an argument is invalid, ``speeds`` or ``topology`` have another number of ranks, or the ranks
@@ -492,8 +500,9 @@ class Layout:
         if topology is not None and getattr(topology, "world", None) != world:
             got = f"has {topology.world} ranks" if hasattr(topology, "world") else f"is {short_repr(topology)}"
             raise ValueError(f"topology {got}: it must be a Topology of {world} ranks, like world")
+        slowest = max(exact) / MAX_SPEED_RATIO
         for rank, speed in enumerate(exact):
-            if 0 < speed < max(exact) / MAX_SPEED_RATIO:
+            if 0 < speed < slowest:
                 raise ValueError(
                     f"speeds[{rank}] is {float(speed)}: it must be 0 or at least 1/{MAX_SPEED_RATIO} of the largest "
                     "speed"
@@ -508,6 +517,7 @@ class Layout:
             tuple(int(speed * unit) for speed in exact),
             None if max_tokens is None else check_at_least(0, "max_tokens", max_tokens),
             len(nodes) > 1 and not two_level,
+            check_at_least(1, "heads_per_kv_head", heads_per_kv_head),
         )
         seqlen, ranks = documents.seqlen, len(problem.order)
         if seqlen * int(problem.lengths.max()) * sum(mask.layers for mask in problem.masks) > MAX_WORK:
@@ -518,20 +528,26 @@ class Layout:
                 f"It must be at least {-(-seqlen // ranks)}."
             )
 
-        def place(layout: Layout) -> list[tuple[Span, ...]]:
+        def place(layout: Layout, order: Sequence[int] = problem.order) -> list[tuple[Span, ...]]:
             spans: list[tuple[Span, ...]] = [()] * world
-            for rank, own in zip(problem.order, layout.spans_per_rank, strict=True):
+            for rank, own in zip(order, layout.spans_per_rank, strict=True):
                 spans[rank] = own
             return spans
+
+        def named(ranks: PackedProblem) -> list[list[tuple[Span, ...]]]:
+            own = [exact[rank] for rank in ranks.order]
+            layouts = [cls.contiguous(seqlen, len(own)), cls.zigzag(seqlen, len(own))]
+            if len({*own}) > 1:
+                layouts += [cls.balanced(seqlen, own, causal=causal) for causal in (False, True)]
+            return [place(layout, ranks.order) for layout in layouts]
 
         fine = [
             lambda: place(cls.zigzag(seqlen, ranks, documents.boundaries)),
             lambda: place(cls.striped(seqlen, ranks)),
         ]
         run_pairs = len(documents.boundaries) * (2 * ranks) ** 2, seqlen * int(problem.lengths.max())
-        named = [place(cls.contiguous(seqlen, ranks)), place(cls.zigzag(seqlen, ranks))]
         few = [build for build, count in zip(fine, run_pairs, strict=True) if count <= MAX_RUN_PAIRS]
-        return cls(packed_spans(problem, named, few) if seqlen else named[0])
+        return cls(packed_spans(problem, named, few) if seqlen else named(problem)[0])
 
     @property
     def world(self) -> int:
@@ -588,10 +604,7 @@ class Layout:
             raise ValueError(f"shards has {len(shards)} tensors: it must have one per rank, {self.world}")
         for rank, (x, length) in enumerate(zip(shards, self.lengths, strict=True)):
             check_tokens(x, f"shards[{rank}]", dim, length, f"but rank {rank} has {length}")
-            like, other = ([*t.narrow(dim, 0, 0).shape, t.dtype, t.device] for t in (shards[0], x))
-            if other != like:
-                got, first = (f"{t.dtype} of shape {list(t.shape)} on {t.device}" for t in (x, shards[0]))
-                raise ValueError(f"shards[{rank}] is {got}: it must be like shards[0], {first}, except along dim {dim}")
+        check_alike("shards", shards, dim)
         if all(span.step == 1 for spans in self.spans_per_rank for span in spans):
             pieces = [
                 piece for x, spans in zip(shards, self.spans_per_rank, strict=True) for piece in _cut(x, spans, dim)
@@ -712,6 +725,15 @@ def check_tokens(x: torch.Tensor, name: str, dim: int, tokens: int, reason: str)
     if length != tokens:
         fits = f". Dim {x.shape.index(tokens)} has {tokens}." if tokens in x.shape else ""
         raise ValueError(f"{name} has {length} tokens along dim {dim}, {reason}{fits}")
+
+
+def check_alike(name: str, tensors: Sequence[torch.Tensor], dim: int) -> None:
+    """Raise ValueError if the tensors differ in dtype, in device, or in shape except along ``dim``."""
+    for number, x in enumerate(tensors):
+        like, other = ([*t.narrow(dim, 0, 0).shape, t.dtype, t.device] for t in (tensors[0], x))
+        if other != like:
+            got, first = (f"{t.dtype} of shape {list(t.shape)} on {t.device}" for t in (x, tensors[0]))
+            raise ValueError(f"{name}[{number}] is {got}: it must be like {name}[0], {first}, except along dim {dim}")
 
 
 def _cut(x: torch.Tensor, spans: Sequence[Span], dim: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +35,10 @@ UNEVEN = 20  # prefer candidates in which no rank has 1/20 more work than the me
 SNAP = 24  # a cut of the second stream moves to the end of a document within 1/24 of a rank's tokens
 GOOD_ENOUGH = 16  # stop if a step takes at most 1/16 longer than perfectly balanced work without transfers
 MAX_TOKENS = 11, 10  # limit of a rank's tokens relative to the mean, if the caller has none
-PAIRS_PER_TOKEN = 640, 3072
+PAIRS_PER_TOKEN = 2560, 12288
 """Visible pairs that a GPU computes while K/V of a token cross a link inside a node, and between nodes.
 
-Estimated for a step with 4 query heads per K/V head, 500 TFLOP/s, 220 GB/s of NVLink and 47 GB/s of InfiniBand.
+Estimated for a step with one query head per K/V head, 500 TFLOP/s, 220 GB/s of NVLink and 47 GB/s of InfiniBand.
 """
 PAIRS_PER_LAUNCH = 256
 """Visible pairs that a GPU computes in the time that a hop adds per query row, key and row of a masked tile.
@@ -49,6 +49,7 @@ TILE_ROWS = 128  # a run of positions ends in one masked tile
 PAIRS_PER_EXTRA_TOKEN = 8192  # about a third of the linear layers of an 8B model, because attention is balanced first
 SLOWDOWN = 8  # a kernel loses 1/8 of its speed during a transfer
 SENT_SHARE = 3, 4  # `visibility.MAX_SENT_SHARE`
+SLOW_RANKS = 10  # also leave ranks empty that are slower than the mean divided by 1, 2, 4, … 2^9
 MAX_RUN_PAIRS = 1 << 20  # a named layout with more pairs of runs is compared by a lower bound only
 MAX_WORK = 1 << 60  # visible pairs of all layers
 FIXED_POINT = 40  # bits of work in fixed-point comparisons
@@ -94,11 +95,14 @@ class PackedProblem:
     max_tokens: int | None = None
     crosses_nodes: bool = False
     """True if a flat ring runs through several nodes."""
+    heads_per_kv_head: int = 4
+    least_share: int = 1
+    """Speed below which a rank gets no tokens."""
 
     @cached_property
     def order(self) -> tuple[int, ...]:
         """Ranks that get tokens, in ring order."""
-        return tuple(rank for node in self.nodes for rank in node if self.shares[rank])
+        return tuple(rank for node in self.nodes for rank in node if self.shares[rank] >= self.least_share)
 
     @cached_property
     def lengths(self) -> Vector:
@@ -130,24 +134,21 @@ class PackedProblem:
         step, moved = 0, 0
         extra = max(map(self._time, tokens.tolist(), self.shares)) - int(tokens.sum()) // world
         for mask in self.masks:
-            pairs, lengths = self._visibility(runs, mask, tokens)
-            shards, ranks = np.nonzero(pairs + np.eye(world, dtype=np.int64))
+            shards, ranks, pairs, lengths = self._visibility(runs, mask, tokens)
             masked = np.minimum(tokens, TILE_ROWS * np.bincount(runs.ranks, minlength=world))
-            work = pairs[shards, ranks] + PAIRS_PER_LAUNCH * masked[ranks]
+            work = pairs + PAIRS_PER_LAUNCH * masked[ranks]
             work += PAIRS_PER_LAUNCH * (shards != ranks) * (lengths[shards] + tokens[ranks])
             by_rank = np.zeros(world, np.int64)
             np.add.at(by_rank, ranks, work)
             slowest = max(map(self._time, by_rank.tolist(), self.shares))
             outer, distance = self._distances(shards, ranks)
             by_hop = np.zeros((len(self.nodes), len(self.nodes[0])), np.int64)
-            scale = np.array([(sum(self.shares) << 10) // max(share * world, 1) for share in self.shares])
+            scale = np.array([(self._speed << 10) // max(share * world, 1) for share in self.shares])
             np.maximum.at(by_hop, (outer, distance), work * scale[ranks] >> 10)
             # ranks wait for slower ranks, but not at every hop
             compute = (slowest + int(by_hop.sum())) // 2 + extra * PAIRS_PER_EXTRA_TOKEN
-            sent = self._moves(pairs > 0, lengths)
-            busiest = (
-                int(keys.max()) * PAIRS_PER_TOKEN[level or self.crosses_nodes] for level, keys in enumerate(sent)
-            )
+            sent = self._moves(shards, outer, distance, lengths)
+            busiest = (self._transfer(int(keys.max()), level) for level, keys in enumerate(sent))
             step += mask.layers * self.step(compute, max(busiest))
             moved += mask.layers * int(sum(keys.sum() for keys in sent))
         return Cost(self.excess(runs), step, moved)
@@ -173,31 +174,46 @@ class PackedProblem:
             work = -(-int(self.pairs(every, self.lengths, masks=[mask]).sum()) // (world * mask.layers))
             seen = keys if all_see_all and mask.left < 0 else 0
             launches = (world - 1) * 2 * seen * PAIRS_PER_LAUNCH
-            transfer = hops * seen * PAIRS_PER_TOKEN[self.crosses_nodes]
-            total += mask.layers * self.step(work + launches, transfer)
+            total += mask.layers * self.step(work + launches, self._transfer(hops * seen, 0))
         return total
+
+    def _transfer(self, keys: int, level: int) -> int:
+        """Return the pairs that a GPU computes while these keys cross a link inside a node (0) or between nodes (1)."""
+        return keys * PAIRS_PER_TOKEN[level or self.crosses_nodes] // self.heads_per_kv_head
+
+    @cached_property
+    def _speed(self) -> int:
+        return sum(self.shares)
 
     def _time(self, pairs: int, share: int) -> int:
         """Return the pairs, or tokens, that a rank of mean speed handles in the time that this rank takes."""
-        return -(-pairs * sum(self.shares) // (share * len(self.shares))) if share else pairs * MAX_WORK
+        return -(-pairs * self._speed // (share * len(self.shares))) if share else pairs * MAX_WORK
 
     def _sum_by_rank(self, runs: Runs, values: Vector) -> Vector:
         total = np.zeros(len(self.shares), np.int64)
         np.add.at(total, runs.ranks, values)
         return total
 
-    def _visibility(self, runs: Runs, mask: PackedMask, tokens: Vector) -> tuple[Vector, Vector]:
-        """Return the visible pairs of each shard and rank, ``[shard, rank]``, and the sent keys of each shard."""
+    def _visibility(self, runs: Runs, mask: PackedMask, tokens: Vector) -> tuple[Vector, Vector, Vector, Vector]:
+        """Return the shards, ranks and visible pairs of all hops, and the sent keys of each shard.
+
+        Hops have a visible pair, or a shard visits its own rank.
+        """
         origin, end = self.boundaries[runs.documents], self.boundaries[runs.documents + 1]
         lo = np.maximum(origin, runs.starts - mask.left) if mask.left >= 0 else origin
         hi = np.minimum(end, runs.stops + mask.right) if mask.right >= 0 else end
         first = np.searchsorted(runs.stops, lo, side="right")
         counts = np.searchsorted(runs.starts, hi) - first
-        queries = np.repeat(np.arange(len(lo)), counts)  # each run of queries, with each run of keys that it sees
-        keys = np.arange(len(queries)) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        pairs = np.zeros((len(self.shares), len(self.shares)), np.int64)
+        queries, keys = _series(counts)  # each run of queries, with each run of keys that it sees
+        keys += first[queries]
         spans = ((at[which] - origin[queries]) for which in (queries, keys) for at in (runs.starts, runs.stops))
-        np.add.at(pairs, (runs.ranks[keys], runs.ranks[queries]), _run_pairs(mask, *spans))
+        pairs, own, world = _run_pairs(mask, *spans), np.arange(len(self.shares)), len(self.shares)
+        visits = np.append(runs.ranks[keys] * world + runs.ranks[queries], own * world + own)
+        hops, which = np.unique(visits, return_inverse=True)
+        by_hop = np.zeros(len(hops), np.int64)
+        np.add.at(by_hop, which, np.append(pairs, np.zeros(world, np.int64)))
+        shards, ranks = np.divmod(hops, world)
+        seen = (by_hop > 0) | (shards == ranks)
         foreign = runs.ranks[queries] != runs.ranks[keys]
         queries, keys = queries[foreign], keys[foreign]
         begins, ends = runs.stops.copy(), runs.starts.copy()
@@ -206,36 +222,45 @@ class PackedProblem:
         lengths = self._sum_by_rank(runs, np.maximum(ends - begins, 0))
         if lengths.sum() * SENT_SHARE[1] >= tokens.sum() * SENT_SHARE[0]:
             lengths = tokens
-        return pairs, lengths
+        return shards[seen], ranks[seen], by_hop[seen], lengths
+
+    @cached_property
+    def _places(self) -> tuple[Vector, Vector]:
+        """Return the node and the place inside the node of each rank."""
+        node, local = np.divmod(np.argsort(np.ravel(self.nodes)), len(self.nodes[0]))
+        return node, local
 
     def _distances(self, shards: Vector, ranks: Vector) -> tuple[Vector, Vector]:
         """Return the distances of ranks from shards, in nodes and in ranks of a node."""
-        grid = np.array(self.nodes)
-        node, local = np.divmod(np.argsort(grid.ravel()), grid.shape[1])
-        return (node[ranks] - node[shards]) % grid.shape[0], (local[ranks] - local[shards]) % grid.shape[1]
+        node, local = self._places
+        return (node[ranks] - node[shards]) % len(self.nodes), (local[ranks] - local[shards]) % len(self.nodes[0])
 
-    def _moves(self, active: npt.NDArray[np.bool_], lengths: Vector) -> tuple[Vector, Vector]:
+    def _moves(self, shards: Vector, outer: Vector, distance: Vector, lengths: Vector) -> tuple[Vector, Vector]:
         """Return the keys that each rank sends, inside nodes and between them, as :class:`.Schedule` moves them."""
-        grid = np.array(self.nodes)
-        node, local = np.divmod(np.argsort(grid.ravel()), grid.shape[1])
-        shards, ranks = np.nonzero(active)
-        seen = np.zeros((len(active), *grid.shape), np.bool_)  # [shard, outer, step]
-        seen[(shards, *self._distances(shards, ranks))] = True
-        outers = order_distances(np.asarray(seen.any(axis=2))[:, None], lengths)
-        steps = order_distances(seen, lengths)
-        seen = seen[:, outers][:, :, steps]
-        node, local = node[:, None, None] + np.array(outers)[:, None], local[:, None, None] + np.array(steps)
-        ranks = grid[node % grid.shape[0], local % grid.shape[1]]
-        onward = np.arange(len(steps)) < last_indices(seen)[..., None]
-        by_rail = np.arange(len(outers)) < last_indices(np.asarray(seen.any(axis=2))[:, None])
-        inside, between = np.zeros((2, len(active)), np.int64)
-        np.add.at(inside, ranks[onward], lengths[np.nonzero(onward)[0]])
-        np.add.at(between, ranks[:, :, 0][by_rail], lengths[np.nonzero(by_rail)[0]])
+        (node, local), grid, world = self._places, np.array(self.nodes), len(lengths)
+        nodes, inner = grid.shape
+        rows, inside, between = shards * nodes + outer, *np.zeros((2, world), np.int64)
+        outers = order_distances(shards, outer, lengths, nodes)
+        steps = order_distances(rows, distance, np.repeat(lengths, nodes), inner)
+        shard, index = _series(last_indices(shards, outer, outers, world))
+        np.add.at(between, grid[(node[shard] + np.array(outers)[index]) % nodes, local[shard]], lengths[shard])
+        row, index = _series(last_indices(rows, distance, steps, world * nodes))
+        shard, outer = np.divmod(row, nodes)
+        ranks = grid[(node[shard] + outer) % nodes, (local[shard] + np.array(steps)[index]) % inner]
+        np.add.at(inside, ranks, lengths[shard])
         return inside, between
+
+
+def _series(counts: Vector) -> tuple[Vector, Vector]:
+    """Return the indices ``i`` and ``j`` of all ``j < counts[i]``, in order."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _clipped_sum(count: Vector, limit: int | Vector) -> Vector:
     """Return the sum of ``min(i, limit)`` over ``0 <= i < count``; -1 is no limit."""
+    if isinstance(limit, int) and limit < 0:
+        return count * (count - 1) // 2
     limit = np.where(np.asarray(limit) < 0, count, limit)
     rising = np.minimum(count, limit + 1)
     total: Vector = rising * (rising - 1) // 2 + (count - rising) * limit
@@ -258,20 +283,24 @@ def _run_pairs(mask: PackedMask, first: Vector, last: Vector, begin: Vector, end
 
 
 def packed_spans(
-    problem: PackedProblem, named: Sequence[SpansPerRank], fine: Sequence[Callable[[], SpansPerRank]]
+    problem: PackedProblem,
+    named: Callable[[PackedProblem], Sequence[SpansPerRank]],
+    fine: Sequence[Callable[[], SpansPerRank]],
 ) -> SpansPerRank:
     """Return the spans of every rank in the layout with the lowest cost.
 
-    ``named`` are more candidates. ``fine`` build layouts in which each rank has tokens from both halves of every
+    ``named`` builds more candidates. ``fine`` build layouts in which each rank has tokens from both halves of every
     document. They are built only if they might be better.
     """
-    costs = [problem.cost(_runs(problem, spans)) for spans in named]
-    best, chosen = min(zip(costs, named, strict=True), key=lambda choice: choice[0])
-    for spans in _candidates(problem, best.excess):
-        if (cost := problem.cost(_runs(problem, spans))) < best:
-            best, chosen = cost, spans
-        if best <= (0, problem.least_step() * (GOOD_ENOUGH + 1) // GOOD_ENOUGH):
-            break
+    costs = [(problem.cost(_runs(problem, spans)), spans) for spans in named(problem)]
+    best, chosen = min(costs, key=lambda choice: choice[0])
+    for fewer in _without_slow_ranks(problem):
+        more = [] if fewer is problem else named(fewer)
+        for spans in chain(more, _candidates(fewer, best.excess)):
+            if (cost := problem.cost(_runs(problem, spans))) < best:
+                best, chosen = cost, spans
+            if best <= (0, problem.least_step() * (GOOD_ENOUGH + 1) // GOOD_ENOUGH):
+                return chosen
     for build in fine:
         if best > (0, problem.least_step(all_see_all=True)):
             spans = build()
@@ -280,12 +309,25 @@ def packed_spans(
     return chosen
 
 
+def _without_slow_ranks(problem: PackedProblem) -> Iterator[PackedProblem]:
+    """Yield the problem, and problems in which ranks that are slower than the mean by more and more get no tokens."""
+    yield problem
+    ranks = {len(problem.order)}
+    for power in reversed(range(SLOW_RANKS)):
+        least = -(-sum(problem.shares) // (len(problem.order) << power))
+        fewer = replace(problem, least_share=max(least, 1))
+        can_hold = int(problem.limits[list(fewer.order)].sum()) >= int(problem.boundaries[-1])
+        if len(fewer.order) not in ranks and can_hold:
+            ranks.add(len(fewer.order))
+            yield fewer
+
+
 def _candidates(problem: PackedProblem, most_excess: int) -> Iterator[SpansPerRank]:
     """Yield the spans of every rank for each candidate with at most this many tokens above the limits."""
     starts = problem.boundaries.tolist()
     for divisor in LIQUID_DIVISORS:
         for fold, two_streams in CUTS:
-            excess, filled = _fill(problem, divisor, fold, two_streams)
+            excess, filled = _fill(problem, divisor, fold, two_streams, most_excess)
             if excess <= most_excess:
                 spans: list[list[tuple[int, int]]] = [[] for _ in problem.shares]
                 for rank, pieces in zip(problem.order, filled, strict=True):
@@ -321,15 +363,25 @@ class _Stream:
         """Return the work of the first ``tokens`` tokens of the stream."""
         if not self.size:
             return np.zeros_like(tokens)
-        index = np.minimum(np.searchsorted(self._ends, tokens, side="right"), len(self._documents)) - 1
+        return self._work(
+            np.minimum(np.searchsorted(self._ends, tokens, side="right"), len(self._documents)) - 1, tokens
+        )
+
+    def tokens_with(self, work: Vector) -> Vector:
+        """Return the smallest number of tokens of the stream that have this work."""
+        if not self.size:
+            return np.zeros_like(work)
+        index = np.maximum(np.searchsorted(self._works, work), 1) - 1
+        return _search(lambda at: self._work(index, at) >= work, self._ends[index], self._ends[index + 1])
+
+    def _work(self, index: Vector, tokens: Vector) -> Vector:
+        """Return the work of the first ``tokens`` tokens, which end in the document number ``index`` of the stream."""
         documents, inside = self._documents[index], tokens - self._ends[index]
         if not self._fold:
             work: Vector = self._works[index] + self._problem.pairs(documents, inside)
             return work
         head, rest = (inside + 1) // 2, self._problem.lengths[documents] - inside // 2
-        pairs = self._problem.pairs(np.concatenate([documents, documents]), np.concatenate([head, rest]))
-        head_pairs, rest_pairs = np.split(pairs, 2)
-        work = self._works[index + 1] + head_pairs - rest_pairs
+        work = self._works[index + 1] + self._problem.pairs(documents, head) - self._problem.pairs(documents, rest)
         return work
 
     def snap(self, cuts: Vector, distance: int) -> Vector:
@@ -350,7 +402,9 @@ class _Stream:
                 first = stop
 
 
-def _fill(problem: PackedProblem, divisor: int, fold: bool, two_streams: bool) -> tuple[int, list[list[Piece]]]:
+def _fill(
+    problem: PackedProblem, divisor: int, fold: bool, two_streams: bool, most_excess: int
+) -> tuple[int, list[list[Piece]]]:
     """Spread the documents over the ranks of ``problem.order`` in proportion to their speeds.
 
     Returns:
@@ -375,6 +429,8 @@ def _fill(problem: PackedProblem, divisor: int, fold: bool, two_streams: bool) -
         _balance(bins, streams, work[rocks], lengths[rocks], rate), key=lambda choice: choice[:4]
     )
     filled: list[list[Piece]] = [[] for _ in shares]
+    if excess > most_excess:
+        return excess, filled
     for rock, length, where in zip(rocks.tolist(), lengths[rocks].tolist(), placed, strict=True):
         filled[where].append((rock, 0, length))
     for stream, places in zip(streams, cuts, strict=True):
@@ -403,9 +459,12 @@ def _balance(
     values = [w * counts + t * works for w, t in zip(work.tolist(), tokens.tolist(), strict=True)]
     # at first as if the rocks were liquid, too
     cuts = _cut(streams, bins.work - bins.work * works // max(total, 1), bins.tokens - bins.tokens * counts // count)
+    placed: list[int] | None = None
     for number in range(ROUNDS):
         room = [2 * works * space for space in (bins.tokens - np.diff(cuts[0]) - np.diff(cuts[1])).tolist()]
-        placed = _place(values, room) if streams[0].size else _place_evenly(bins, work, tokens)
+        before, placed = placed, _place(values, room) if streams[0].size else _place_evenly(bins, work, tokens)
+        if placed == before:
+            return
         held_work, held_tokens, trim = np.zeros((3, len(room)), np.int64)
         np.add.at(held_work, placed, work)
         np.add.at(held_tokens, placed, tokens)
@@ -473,8 +532,7 @@ def _cut(streams: Streams, work: Vector, tokens: Vector) -> Cuts:
     second = np.concatenate([[0], second, [sparse.size]])
     need = np.maximum(work - np.diff(sparse.work_before(second)), 0).tolist()
     goals = np.cumsum(_split(dense.work, need if any(need) else [1] * len(need)))[:-1]
-    first = _search(lambda at: dense.work_before(at) >= goals, np.zeros_like(ends), np.full_like(ends, dense.size))
-    return np.concatenate([[0], np.maximum.accumulate(first), [dense.size]]), second
+    return np.concatenate([[0], np.maximum.accumulate(dense.tokens_with(goals)), [dense.size]]), second
 
 
 def _search(reached: Callable[[Vector], npt.NDArray[np.bool_]], low: Vector, high: Vector) -> Vector:
@@ -501,4 +559,6 @@ def _runs(problem: PackedProblem, spans_per_rank: SpansPerRank) -> Runs:
     starts = starts[starts < problem.boundaries[-1]]
     ranks = table[np.searchsorted(table[:, 0], starts, side="right") - 1, 1]
     documents = np.searchsorted(problem.boundaries, starts, side="right") - 1
-    return Runs(starts, np.append(starts[1:], problem.boundaries[-1]), ranks, documents)
+    first = (np.diff(ranks, prepend=-1) != 0) | (np.diff(documents, prepend=-1) != 0)
+    starts = starts[first]
+    return Runs(starts, np.append(starts[1:], problem.boundaries[-1]), ranks[first], documents[first])

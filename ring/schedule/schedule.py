@@ -300,7 +300,10 @@ def _schedule(
     plan = Schedule(nodes, direction, (), (), slots).select_keys(layout, mask, keys, sent_keys(layout, mask, keys))
     seen = np.array(plan.active).reshape(layout.world, len(plan.outer_steps), len(plan.steps))
     lengths = np.array(plan.lengths, dtype=np.int64)
-    outers, steps = order_distances(np.asarray(seen.any(axis=2))[:, None], lengths), order_distances(seen, lengths)
+    shards, outer, distances = np.nonzero(seen)
+    nodes, inner = seen.shape[1:]
+    outers = order_distances(shards, outer, lengths, nodes)
+    steps = order_distances(shards * nodes + outer, distances, np.repeat(lengths, nodes), inner)
     active = seen[:, outers][:, :, steps].reshape(layout.world, -1).tolist()
     return replace(plan, outer_steps=outers, steps=steps, active=tuple(map(tuple, active)))
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...validators import list_like, short_repr
-from .intervals import MAX_INTERVALS, Intervals
-from .layout import POSITIONS, check_at_least
+from ...validators import integer_between, list_like, short_repr
+from .intervals import MAX_INTERVAL_POSITIONS, MAX_INTERVALS, Intervals
+from .layout import POSITIONS
 
 KINDS = {"full": (0, 0), "causal": (0, 1), "inverse causal": (1, 0), "both": (1, 1)}
 """Keys by which the start and the end of a slice move from one query to the next."""
@@ -51,7 +51,7 @@ def slices(slices: Iterable[Slice], positions: int) -> Intervals:
         ValueError: a slice is of another form, two slices overlap, or a query would need more than 64 intervals, as in
             periodic masks and masks with many holes.
     """
-    positions = check_at_least(0, "positions", positions)
+    positions = integer_between(0, MAX_INTERVAL_POSITIONS).check("positions", positions)
     given = list_like("a list of slices (queries, keys, kind)").check("slices", slices)
     runs = [_read_slice(number, each, positions) for number, each in enumerate(given)]
     edges = sorted({edge for run in runs for edge in run[:2] if run.start < run.end})

@@ -125,6 +125,15 @@ def test_plain_plans_match_looked_up_plans(layout: str, world: int, nodes: int) 
                 assert area.pairs == pairs
 
 
+def test_documents_over_more_ranks_than_a_perturbed_ring_may_have() -> None:
+    """Documents that fit a rank cost the same on 8 ranks and on 160."""
+    few, many = (
+        PredictedCall(64, world, "contiguous", Mask(causal=True, documents=Documents([*range(0, 64 * world + 1, 32)])))
+        for world in (8, 160)
+    )
+    assert seconds(few, LINKS, H100) == pytest.approx(seconds(many, LINKS, H100))
+
+
 def test_areas_of_a_block_mask_count_its_pairs() -> None:
     call = PredictedCall(512, 2, "contiguous", Mask(blocks=bigbird(1024, 128, window=3, global_=1, random=1)))
     for plan in call.plans():

@@ -75,7 +75,7 @@ REFUSED = {
     "--tokens 4m": "GB for this attention alone",
     "--seqlen 1001": "--seqlen is 1,001: it must be a multiple of --world, 8, such as 1,000",
     "--world 16385": "world is 16,385: it must be at most 16,384",
-    "--gpus 512 --tokens 64 --prefix-length 4k": "world is 512: with this layout and mask it must be at most 128",
+    "--gpus 2k --tokens 64 --prefix-length 4k": "world is 2048: with this layout and mask it must be at most 1024",
     "--layout striped --block-mask strided,block=128,stride=1k": "every span must be a contiguous run of whole blocks",
     "--trace t.json --gpus 256": "--trace draws every rank, so at most 128 GPUs are allowed, not 256",
     "--trace t.json --jitter 0.1": "--trace draws one run, but --jitter needs several",

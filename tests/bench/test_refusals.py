@@ -52,6 +52,8 @@ REFUSED = {
     "ring --seqlen 3,64 --world 2,4": "--seqlen is 3: it must be at least 4",
     "ring --world 0": "--world is 0: it must be at least 1",
     "ring --layout spiral": "'spiral' is not a layout",
+    "ring --layout packed": "--layout packed needs --documents or --cu-seqlens",
+    "ring --seqlen 64,128 --cu-seqlens 0,64": "cu_seqlens ends at 64: it must end at 128",
     "ring --by magic": "--by has 'magic': it must begin one of one device",
     "ring --transport nccl_one_sided --world 1": "is nccl_one_sided: it works on cuda, not on cpu",
     "ring --timer events": "timer is 'events': on cpu it must be clock",

@@ -80,6 +80,22 @@ def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
     assert result.notes[-1].startswith("best: ")
 
 
+@pytest.mark.nightly
+def test_packed_documents_in_real_processes(tmp_path: Path) -> None:
+    """Every candidate masks documents, and the packed layout sends less than a zigzag per document."""
+    flags = "--seqlen 512 --cu-seqlens 0,200,200,320,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1"
+    ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--json", str(tmp_path / "r.json")])
+    assert ran.exit_code == 0, ran.output
+    rows = by_name(read_result(tmp_path / "r.json"))
+    packed, zigzag = f"{OURS} packed", f"{OURS} per-document"
+    assert {*rows} >= {ONE_DEVICE, packed, zigzag, ALL_GATHER, ULYSSES, "Ulysses 2 x ring 1"}
+    assert all(row["over tolerance"] == "" and row["error"] < 1e-4 for row in rows.values())
+    assert rows[packed]["sent"] < rows[zigzag]["sent"]
+    pairs = sum(n * (n + 1) // 2 for n in (200, 120, 192))
+    assert rows[packed]["rate of a rank"] * rows[packed]["time"] == pytest.approx(3.5 * 4 * 16 * 4 * pairs / 2 / 1e9)
+    assert f"not available: {BASELINE}" in ran.stdout
+
+
 def measure_and_count_open_rings(place: LaunchedRank, device: torch.device, config: RingConfig) -> Result:
     """Measure, and note the number of groups and rings that are still open."""
     result = measure_rings(place, device, config)

@@ -1,6 +1,7 @@
 """Fuzz the public API: draw calls, run them on real ranks, compare with float64, shrink each failure to one line.
 
 python -m tests.properties.fuzz --minutes 20 --seed 0      # draw; exit code 1 if anything failed
+python -m tests.properties.fuzz --only intervals,halo    # only calls with one of these fields or kinds
 python -m tests.properties.fuzz --call LINE                # repeat a printed failure
 """
 
@@ -20,7 +21,7 @@ import torch
 
 from ..conftest import profile  # noqa: F401  the interpreter, before Triton is imported
 from ..support.mask_cases import combine_ranks, compare_with_expected, expected_results
-from .fuzz_draw import BASE, WRONG, Literals, draw_line
+from .fuzz_draw import BASE, WRONG, Literals, draw_line, features
 from .fuzz_ranks import Outcome, Processes, Threads, case_of, told
 
 ALSO = {
@@ -134,17 +135,23 @@ def less(line: Literals) -> Iterator[Literals]:
             yield line | {"calls": [*calls[:place], rest, *calls[place + 1 :]]}
 
 
-def search(seed: int, numbers: Iterable[int], minutes: float = 60.0) -> list[str]:
-    """Run lines drawn from seed and number, and return one report per kind of failure."""
-    fuzz, features, reports = Fuzz(), Counter[str](), dict[str, str]()
+def search(seed: int, numbers: Iterable[int], minutes: float = 60.0, only: frozenset[str] = frozenset()) -> list[str]:
+    """Run lines drawn from seed and number, and return one report per kind of failure.
+
+    With ``only``, run the calls that have one of these features.
+    """
+    fuzz, counts, reports = Fuzz(), Counter[str](), dict[str, str]()
     end, shown = time.monotonic() + 60 * minutes, time.monotonic()
     try:
         for number in numbers:
             if time.monotonic() > end:
                 break
             line = draw_line(Random(f"{seed}/{number}"))
+            line |= {"calls": [call for call in line["calls"] if not only or only & features(call)]}
+            if not line["calls"]:
+                continue
             for call in line["calls"]:
-                features.update(["calls", line["run"], *call])
+                counts.update(["calls", line["run"], f"world {line['world']}", *features(call)])
             message = fuzz.failure(line)
             if message and kind(message) not in reports:
                 smallest, told_then = fuzz.shrunk(line, message)
@@ -153,10 +160,10 @@ def search(seed: int, numbers: Iterable[int], minutes: float = 60.0) -> list[str
                 print(f"FAILED, line {number} of seed {seed}: {report}", flush=True)
             if time.monotonic() > shown + 60:
                 shown = time.monotonic()
-                print(f"{number + 1} lines, {features['calls']} calls, {len(reports)} kinds of failure", flush=True)
+                print(f"{number + 1} lines, {counts['calls']} calls, {len(reports)} kinds of failure", flush=True)
     finally:
         fuzz.close()
-    print(f"seed {seed}: {len(reports)} kinds of failure; {dict(features.most_common())}")
+    print(f"seed {seed}: {len(reports)} kinds of failure; {dict(counts.most_common())}")
     return [*reports.values()]
 
 
@@ -166,12 +173,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", metavar="NAME,…", default="")
     parser.add_argument("--call", metavar="LINE")
     options = parser.parse_args(arguments)
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     torch.set_num_threads(1)
     if options.call is None:
-        return bool(search(options.seed, count(), options.minutes))
+        only = frozenset(filter(None, options.only.split(",")))
+        return bool(search(options.seed, count(), options.minutes, only))
     fuzz = Fuzz()
     try:
         message = fuzz.failure(ast.literal_eval(options.call))

@@ -81,7 +81,7 @@ POSITIONS = ("cu_seqlens", "seqused_k", "prefix_length", "islands", "intervals")
 def draw_line(rng: Random) -> Literals:
     """Draw calls in one world on two rings, some of them on the ring that ``group=`` calls share."""
     run = rng.choices(["threads", "processes", "alone", "kernels"], [8, 3, 2, 2])[0]
-    world = {"processes": rng.choice([2, 2, 3]), "alone": 1, "kernels": rng.randint(1, 3)}.get(run, rng.randint(1, 5))
+    world = {"processes": rng.choice([2, 2, 3]), "alone": 1, "kernels": rng.randint(1, 3)}.get(run, rng.randint(1, 6))
     rings = [draw_ring(rng, world), draw_ring(rng, world)]
     calls: list[Literals] = []
     for _ in range(1 if run == "kernels" else rng.choice([1, 1, 2, 3, 5])):
@@ -103,6 +103,14 @@ def draw_next(rng: Random, run: str, world: int, rings: list[Literals], calls: l
     if calls and not {"unshard", "move", "rows", "align"} & {*calls[-1]} and rng.random() < 0.4:
         call = calls[-1] | rng.choice([{}, draw_mask(rng, calls[-1])]) | {"seed": rng.randrange(1000)}
     return call | {"wait": rng.choice([0, 0, 1, 2]), "late": rng.choice([-1] * 4 + [rng.randrange(world)])}
+
+
+def features(call: Literals) -> set[str]:
+    """Return the fields of a call, and the kinds of its layouts, intervals and move."""
+    return {
+        *call,
+        *(value[0] for name in ("layout", "kv_layout", "target", "intervals", "move") if (value := call.get(name))),
+    }
 
 
 def tidy(call: Literals) -> Literals:
@@ -133,6 +141,7 @@ def draw_layout(rng: Random, tokens: int, world: int, *, holes: bool = True) -> 
         ["zigzag"],
         ["striped"],
         ["documents", sorted(rng.randint(0, tokens) for _ in range(rng.randint(0, 3)))],
+        ["packed_layout", sorted(rng.randint(0, tokens) for _ in range(rng.randint(0, 3))), rng.choice([1, 0.4])],
         ["uneven", [rng.choice([0, 1, rng.randint(0, 2 * tokens // world)]) for _ in range(world)]],
         ["balanced", [*(rng.choice([0.0, 1.0, 2.5, 1 / 3]) for _ in range(world - 1)), 1.0], rng.random() < 0.5],
         ["spans", [[rng.randint(0, max(tokens // 4, 1)), rng.choice([1, world])] for _ in range(3)]],

@@ -58,6 +58,9 @@ def layout_of(literals: list[Any], tokens: int, world: int) -> Layout:
         layout = Layout.uneven(rest[0])
     elif kind == "balanced":
         layout = Layout.balanced(tokens, rest[0], causal=rest[1])
+    elif kind == "packed_layout":
+        boundaries = [0, *(min(cut, tokens) for cut in rest[0]), tokens]
+        layout = Layout.packed(boundaries, world, speeds=[1] * (world - 1) + [rest[1]])
     elif kind == "owners":
         layout = layout_from_owners(rest[0], world)
     else:  # spans, one rank's after the other's or interleaved

@@ -25,7 +25,7 @@ pytestmark = [
 
 FEATURES = (
     *("threads", "processes", "alone", "kernels", "packed", "transposed", "float32", "float16", "bfloat16", "triton"),
-    *("contiguous", "zigzag", "striped", "documents", "uneven", "balanced", "spans", "owners"),
+    *("contiguous", "zigzag", "striped", "documents", "uneven", "balanced", "packed_layout", "spans", "owners"),
     *("slots", "prefetch", "chunks", "direction", "topology", "wire_dtype", "grad_wire_dtype", "block_mask", "kept"),
     *("window_size", "causal", "cu_seqlens", "prefix_length", "seqused_k", "key_mask", "leftpad_k", "kv_layout"),
     *("learnable_sink", "lse", "return_max_logits", "islands", "intervals"),

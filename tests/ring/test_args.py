@@ -174,6 +174,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"intervals": [(EIGHT, EIGHT[:7])]}, r"intervals\[0\] is .* of shape \[7\]\): it must be a pair \(lo, hi\) of"),
     ({"intervals": [(EIGHT, EIGHT), (EIGHT[:7], EIGHT[:7])]}, r"intervals\[1\] has 7 positions: it must have 8, as"),
     ({"intervals": []}, "intervals is empty: it must have at least one pair"),
+    ({"intervals": prefix_tree([8], [-1])}, r"intervals is .*PrefixTree: .*Pass tree.intervals"),
     ({"intervals": [(EIGHT + p, EIGHT + p + 1) for p in range(0, 130, 2)]}, "intervals has 65 intervals per query:"),
     ({"q": x(8, 4).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense"),
     ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),

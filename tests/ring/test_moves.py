@@ -144,6 +144,24 @@ def halves(second: int) -> Layout:
     return Layout([[(0, 6)], [(second, 6)]])
 
 
+def test_quantized_tensors_are_refused() -> None:
+    x = torch.zeros(1, 6)
+    with pytest.warns():  # torch warns that quantization moves to another package
+        quantized = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+    with pytest.raises(ValueError, match="x is a quantized tensor: it must be"):
+        relayout(quantized, None, None)
+
+
+def test_each_piece_of_a_halo_can_be_modified_in_place() -> None:
+    x = torch.ones(1, 6, requires_grad=True)
+    first, second = halo(x, 1, 0, layout=None, cu_seqlens=[0, 3, 6])
+    first.mul_(2)
+    second.mul_(3)
+    (first.sum() + second.sum()).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2, 2, 2, 3, 3, 3]]
+
+
 WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (relayout, {"source": "zigzag", "target": Layout.zigzag(12, 3)}, "^target is made for 3 ranks, but the group has"),
     (relayout, {"source": Layout.zigzag(9, 3), "target": "zigzag"}, "^source is made for 3 ranks"),
@@ -156,7 +174,10 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (roll, {"shift": 1.5, "layout": "zigzag"}, "^shift is 1.5: it must be"),
     (roll, {"shift": 1, "layout": halves(7)}, "^the layout holds 12 of the positions 0 to 12"),
     (roll, {"shift": 1, "layout": "zigzag", "cu_seqlens": [0, 11]}, "^cu_seqlens ends at 11: it must end at 12"),
-    (halo, {"left": -1, "right": 0, "layout": "zigzag"}, r"^left is -1: it must be an integer from 0 to 2\^31 - 1"),
+    (halo, {"left": -1, "right": 0, "layout": "zigzag"}, r"^left is -1: it must be an integer from 0 to 2\^16"),
+    (halo, {"left": 0, "right": 65537, "layout": "zigzag"}, r"^right is 65537: it must be an integer from 0 to 2\^16"),
+    (halo, {"left": 1 << 31, "right": 0, "layout": "zigzag"}, "^left is 2147483648: it must be"),
+    (roll, {"shift": 1 << 62, "layout": "zigzag"}, r"^shift is .* from -\(2\^62 - 1\) to 2\^62 - 1$"),
     (halo, {"left": 0, "right": None, "layout": "zigzag"}, "^right is None: it must be"),
     (halo, {"left": 0, "right": 0, "layout": "rows"}, "^layout is 'rows'"),
 ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn import Layout, ring_attention
-from ringattn.ring import PrefixTree, prefix_tree
+from ringattn.ring import Intervals, PrefixTree, prefix_tree, slices
 from ringattn.ring.schedule.intervals import limit_paths
 from ringattn.ring.schedule.mask import Mask, bounds
 
@@ -151,6 +151,12 @@ def test_wrong_parts_and_counts_are_refused() -> None:
         PATHS.pack([torch.zeros(5)])
     with pytest.raises(ValueError, match=r"parts\[1\] has 4 tokens along dim 0, but the node has 3"):
         PATHS.pack([torch.zeros(n) for n in (5, 4, 9, 2, 4)])
+    with pytest.raises(ValueError, match="parts is None: it must be"):
+        PATHS.pack(None)  # type: ignore[arg-type]
+    parts = [torch.zeros(n) for n in (5, 3, 9, 2, 4)]
+    for other in (torch.zeros(9, 2), torch.zeros(9).long()):
+        with pytest.raises(ValueError, match=r"parts\[2\] is .*: it must be like parts\[0\]"):
+            PATHS.pack([*parts[:2], other, *parts[3:]])
     with pytest.raises(ValueError, match="logprobs has 3 tokens along dim 0, but next_tokens gives rank 0 22 targets"):
         PATHS.gather_logprobs(torch.zeros(3), layout=None, grad="sum")
 
@@ -163,6 +169,25 @@ def test_ranks_with_different_trees_are_refused_before_log_probabilities_are_gat
             tree.gather_logprobs(torch.zeros(len(rows)), layout="contiguous", group=group, grad="slice")
 
     run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("path", [
+    "0", torch.zeros(4), torch.zeros(3).long(), torch.zeros(4).long(), torch.tensor([0, 2, 3, 4]),
+])  # fmt: skip
+def test_wrong_path_positions_are_refused(path: Any) -> None:
+    at = torch.arange(4)
+    assert Intervals([(at * 0, at + 1)], at.int()).path_positions is not None
+    with pytest.raises(ValueError, match=r"^path_positions (is|has)"):
+        Intervals([(at * 0, at + 1)], path)
+
+
+def test_masks_of_too_many_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"lengths has 1099511627777 tokens: .* 2\^28"):
+        prefix_tree([1 << 40, 1], [-1, 0])
+    with pytest.raises(ValueError, match=r"positions is 1099511627776: .* 2\^28"):
+        slices([], 1 << 40)
+    with pytest.raises(ValueError, match=r"lengths\[1\] is 9223372036854775808: it must be an integer from"):
+        prefix_tree([1, 1 << 63], [-1, 0])
 
 
 @pytest.mark.parametrize("call", [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringattn import Layout, ring_attention
-from ringattn.ring import BlockMask, longformer
+from ringattn.ring import BlockMask, longformer, prefix_tree
 from ringattn.ring.args import AttentionArgs
 from ringattn.ring.prepare import Layouts, extract_row_masks
 
@@ -172,6 +172,15 @@ def test_equal_rows_are_not_packed(rows: dict[str, Any], plain: dict[str, Any]) 
 
 
 ROWS: dict[str, Any] = {"key_mask": HOLES}
+
+
+def test_empty_lists_of_islands_are_no_islands() -> None:
+    q, k, v = (inputs(TOKENS, batch=BATCH)[name] for name in "qkv")
+    expected = ring_attention(q, k, v, causal=True, **ROWS)
+    assert ring_attention(q, k, v, causal=True, islands=[], **ROWS).equal(expected)
+    tree = prefix_tree([TOKENS - 4, 2, 2], [-1, 0, 0]).intervals
+    expected = ring_attention(q, k, v, causal=True, intervals=tree)
+    assert ring_attention(q, k, v, causal=True, intervals=tree, islands=[]).equal(expected)
 
 
 @pytest.mark.parametrize(
