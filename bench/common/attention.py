@@ -187,7 +187,7 @@ def sdpa_attention(
     """Compute PyTorch's attention on ``[B, S, H, D]``, of each document by itself if ``cu_seqlens`` is given."""
     if cu_seqlens is not None:
         lengths = [end - start for start, end in pairwise(cu_seqlens) if start < end]
-        parts = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
+        parts = zip(*(torch.split(x, lengths, 1) for x in (q, k, v)), strict=True)
         return torch.cat([sdpa_attention(*part, causal=causal) for part in parts], 1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])

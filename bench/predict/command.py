@@ -221,7 +221,7 @@ def _build_call(given: Any) -> PredictedCall:
         masks, nodes = [(Mask(given.causal, config.window), 1)], given.nodes
         topology = None if world % nodes else Topology.grid(nodes, world // nodes)
         layout = Layout.packed(
-            boundaries, world, masks=masks, topology=topology, heads_per_kv_head=shape.heads // kv_heads
+            boundaries, world, masks=masks, topology=topology, heads_per_kv_head=given.heads // kv_heads
         )
     return PredictedCall(
         tokens, world, layout, config.mask, given.heads, kv_heads, given.head_dim, given.batch, given.dtype,

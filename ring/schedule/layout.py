@@ -538,7 +538,7 @@ class Layout:
             own = [exact[rank] for rank in ranks.order]
             layouts = [cls.contiguous(seqlen, len(own)), cls.zigzag(seqlen, len(own))]
             if len({*own}) > 1:
-                layouts += [cls.balanced(seqlen, own, causal=causal) for causal in (False, True)]
+                layouts += [cls.balanced(seqlen, map(float, own), causal=causal) for causal in (False, True)]
             return [place(layout, ranks.order) for layout in layouts]
 
         fine = [

@@ -301,9 +301,9 @@ def _schedule(
     seen = np.array(plan.active).reshape(layout.world, len(plan.outer_steps), len(plan.steps))
     lengths = np.array(plan.lengths, dtype=np.int64)
     shards, outer, distances = np.nonzero(seen)
-    nodes, inner = seen.shape[1:]
-    outers = order_distances(shards, outer, lengths, nodes)
-    steps = order_distances(shards * nodes + outer, distances, np.repeat(lengths, nodes), inner)
+    outer_count, inner_count = seen.shape[1:]
+    outers = order_distances(shards, outer, lengths, outer_count)
+    steps = order_distances(shards * outer_count + outer, distances, np.repeat(lengths, outer_count), inner_count)
     active = seen[:, outers][:, :, steps].reshape(layout.world, -1).tolist()
     return replace(plan, outer_steps=outers, steps=steps, active=tuple(map(tuple, active)))
 

@@ -131,7 +131,8 @@ def test_cost_equals_the_schedule_of_any_layout(drawn: Any, window: tuple[int, i
     runs = packed_layout._runs(case, layout.spans_per_rank)
     assert rank_pairs(case, runs) == work(layout, mask)
     shards, ranks, pairs, lengths = case._visibility(runs, masks, np.array(layout.lengths))
-    seen = dict(zip(zip(shards.tolist(), ranks.tolist(), strict=True), pairs.tolist(), strict=True))
+    visits = zip(shards.tolist(), ranks.tolist(), strict=True)
+    seen: dict[tuple[int, ...], int] = dict(zip(visits, pairs.tolist(), strict=True))
     for hop in product(range(world), repeat=2):
         shard, rank = map(layout.positions, hop)
         assert seen.pop(hop, 0) == visible_pairs(mask, rank, shard)
