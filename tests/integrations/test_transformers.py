@@ -361,7 +361,10 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "islands longer than the window": (
         NotImplementedError, "an island is longer than 5", lambda: with_sharding("window", islands=ISLANDS),
     ),
-    "tree of another length": (ValueError, "tree has 34 tokens, but .* has 43", lambda: with_sharding(tree=TREE)),
+    "tree of fewer tokens": (ValueError, "tree has 34 tokens, but .* has 43", lambda: with_sharding(tree=TREE)),
+    "tree of more tokens": (
+        ValueError, "tree has 44 tokens, but .* has 43", lambda: with_sharding(tree=prefix_tree([44], [-1])),
+    ),
     "tree and labels": (
         ValueError, "labels cannot be used with tree",
         lambda: shard_batch({"input_ids": token_ids(), "labels": token_ids()}, None, tree=TREE),
