@@ -535,6 +535,14 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
     assert fast._thread is not None and fast._thread.is_alive()
 
 
+def test_the_thread_closes_destroyed_groups(fast: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept = threading.Event()
+    monkeypatch.setattr(module, "close_destroyed_groups", swept.set)
+    watch = watch_of(memory_controls(2)[0])
+    fast.add(watch)
+    assert swept.wait(HANGS)
+
+
 def test_stop_waits_for_a_running_tick(fast: Watchdog) -> None:
     begun, over = threading.Event(), list[bool]()
 
