@@ -318,6 +318,12 @@ def with_sharding(create: str | None = None, **given: Any) -> None:
             model(token_ids())
 
 
+def tree_under_chunks() -> None:
+    model = build_model("qwen3")
+    with sharded(model, None, tree=prefix_tree([TOKENS], [-1])):
+        model(token_ids(), attention_mask=dict.fromkeys(("full_attention", "sliding_attention"), mask(create="chunk")))
+
+
 def with_cache() -> None:
     model = build_model("llama").eval()
     model(token_ids()[:, :1], past_key_values=model(token_ids()).past_key_values)
@@ -364,6 +370,9 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "tree of fewer tokens": (ValueError, "tree has 34 tokens, but .* has 43", lambda: with_sharding(tree=TREE)),
     "tree of more tokens": (
         ValueError, "tree has 44 tokens, but .* has 43", lambda: with_sharding(tree=prefix_tree([44], [-1])),
+    ),
+    "tree and chunks": (
+        NotImplementedError, "tree is given, but the mask of Qwen3.* has chunks", tree_under_chunks
     ),
     "tree and labels": (
         ValueError, "labels cannot be used with tree",
