@@ -42,7 +42,7 @@ def blocks_per_sm(compiled: CompiledKernel) -> int:
     """Return the number of blocks of a compiled kernel that fit on an SM (occupancy), 0 if none fits."""
     spec = MULTIPROCESSOR_SPECS[compiled.arch]
     warps = -(-compiled.threads // spec.warp_size)
-    if compiled.shared > spec.shared_per_block or compiled.tensor_memory > TENSOR_MEMORY_COLUMNS:
+    if compiled.tensor_memory > TENSOR_MEMORY_COLUMNS:
         return 0
     per_warp = -(-compiled.registers * spec.warp_size // spec.register_unit) * spec.register_unit
     # each scheduler has a quarter of the registers, and a warp's registers all lie in one quarter

@@ -64,7 +64,6 @@ def demo(
 
     from ...examples.train import Job, read_text
     from ..common.memory import check_size_fits
-    from ..common.output import is_printing_rank
     from ..common.ranks import launched_rank, ranks_here
     from ..common.result import finish_command
     from .compare import compare_training
@@ -84,7 +83,7 @@ def demo(
     result = compare_training(job, read_text(), world)
     if result is None:
         return
-    if plot and is_printing_rank():
+    if plot:
         draw_losses(result, plot)
     finish_command(result, json, csv)
 

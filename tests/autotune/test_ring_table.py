@@ -19,7 +19,13 @@ from ringattn import Ring
 from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_search, ring_settings
 from ringattn.autotune.cli_tune import app
 from ringattn.autotune.ring_search import ring_problems, ring_search_result, ring_table_entry
-from ringattn.autotune.ring_table import DEFAULT, candidate_settings, read_ring_table, save_ring
+from ringattn.autotune.ring_table import (
+    DEFAULT,
+    candidate_settings,
+    read_ring_table,
+    save_ring,
+    shared_ring_settings,
+)
 from ringattn.autotune.search import SearchResult, TimedRun
 from ringattn.autotune.tile_space import ModelShape
 from ringattn.bench.common.attention import AttentionConfig
@@ -30,6 +36,7 @@ from ringattn.kernels.gpu import INTERPRETER_GPU
 from ringattn.kernels.tables import RefusedTable
 
 from ..support.tile_tables import H200, folders
+from ..support.transport_cases import on_ranks
 
 __all__ = ["folders"]
 
@@ -116,6 +123,14 @@ def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
     (entry,) = read_ring_table(tmp_path, INTERPRETER_GPU)
     assert entry.point == RingPoint(2, 2, 2, 16, "fp32", "bounded", 64) and entry.setting.transport == "process_group"
     assert ring_settings(entry.point, None, tmp_path) == entry.setting
+
+
+def test_every_rank_gets_the_error_of_the_first() -> None:
+    def fn(group: Any) -> None:
+        with pytest.raises(ValueError, match="config_dir is 'nowhere'"):
+            shared_ring_settings(POINT, None, group, "nowhere")
+
+    on_ranks(2, fn)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,6 +118,15 @@ def test_processes_of_this_machine(alone: None, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     with rows.open() as file:
         assert [float(row["sharded"]) for row in csv.DictReader(file) if row["name"] == "loss"] == losses
+
+
+def test_only_the_first_launched_process_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "train_sharded", Mock())
+    for place in ("train_whole", "train_exactly"):
+        monkeypatch.setattr(compare, place, Mock(side_effect=AssertionError))
+    for name, value in zip(ranks.LAUNCHERS[0], "1212", strict=True):
+        monkeypatch.setenv(name, value)
+    assert compare.compare_training(TINY, b"text", 2) is None
 
 
 @pytest.mark.nightly

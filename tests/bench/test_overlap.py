@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.bench import cli
+from ringattn.bench.common import progress
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import run_process_group
+from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.bench.common.result import Result, Row, read_result
 from ringattn.bench.common.timing import Samples
 from ringattn.bench.overlap import measure
@@ -154,6 +156,17 @@ def test_communication_alone_waits_for_arrivals() -> None:
     arrived = Mock(return_value=())
     measure.IdleBackend().dkdv(accum=arrived)
     arrived.assert_called_once_with()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_shows_progress(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
+    monkeypatch.setattr(measure, "RankTeam", TimingTeam)
+    config = OverlapConfig(replace(SMALL, seqlen=24, world=1), ((2, 1, 1),), repeats=1, link_share=None)
+    measure.measure_overlap(LaunchedRank(rank, 2, rank, 2), CPU, config)
+    assert ("timing: " in capfd.readouterr().err) is (rank == 0)
 
 
 @pytest.mark.nightly

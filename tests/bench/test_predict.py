@@ -264,6 +264,8 @@ def test_ideal_is_one_device_with_all_the_work() -> None:
     assert ideal_seconds(call, H100, "forward") == pytest.approx(
         ideal_seconds(PredictedCall(32768, 1), H100, "forward") / 4
     )
+    for phase in ("forward", "backward"):
+        assert ideal_seconds(replace(call, chunks=4), H100, phase) == ideal_seconds(call, H100, phase)
     masks = Mask(window=(64, 64)), Mask(window=(64, 64), global_tokens=((0, 256),)), Mask()
     times = [ideal_seconds(PredictedCall(1 << 12, 2, "contiguous", mask), H100, "forward") for mask in masks]
     assert times == sorted(times) and times[1] > 1.2 * times[0]

@@ -397,6 +397,21 @@ def test_invalid_store_values_are_refused(value: bytes) -> None:
             read()
 
 
+def test_requests_of_a_virtual_rank_take_turns() -> None:
+    """Let the watchdog's thread ask while the rank's own request runs."""
+    connection, order = LocalConnection(LocalGroup(Hub(1, timeout=5.0), 0)), list[str]()
+    watchdog = threading.Thread(target=connection.call_store, args=(lambda store: order.append("watchdog"), 1.0))
+
+    def ask(store: Store) -> None:
+        watchdog.start()
+        watchdog.join(0.05)
+        order.append("rank")
+
+    connection.call_store(ask, 1.0)
+    watchdog.join()
+    assert order == ["rank", "watchdog"]
+
+
 def test_answers_of_ranks_that_returned_early_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rank 2 answer and return after rank 0's 3rd look at the store, and rank 1 after the 4th."""
     hub, looks, moments = Hub(3, timeout=5.0), itertools.count(1), {3: 2, 4: 1}

@@ -188,6 +188,8 @@ def test_newer_rows_replace_older_ones() -> None:
     copy.merge_from_peer(json.loads(json.dumps(table.pack())))
     copy.merge_from_peer(None)  # the peer has published nothing yet
     assert copy.rows == table.rows
+    table.merge({3: (newest := RankRow(3, 9.0, "after the rank's clock was set back"))})
+    assert table.rows[3] is newest
 
 
 def test_every_rank_gets_the_telemetry_of_all() -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
-from ringattn.comm import LocalTransport
+from ringattn.comm import LocalGroup, LocalTransport
+from ringattn.comm import transport as comm_transport
 from ringattn.comm.transport import PATTERN_BYTES, _pattern
 
 from ..support.group_cases import GROUP_CASES, PATIENCE, group_ranks, run_cases
 from ..support.rank_processes import GroupProcesses
-from ..support.transport_cases import CASES, HANGS, HOST_CASES, on_ranks
+from ..support.transport_cases import CASES, HANGS, HOST_CASES, on_ranks, wait_until
 
 PROCESSES = 4
 CPU = torch.device("cpu")
@@ -56,6 +58,27 @@ def test_warm_up_patterns_differ_between_edges_and_under_shifts() -> None:
         assert int((first != second).sum()) >= PATTERN_BYTES // 4
     for shift in (1, 4, 128, 256, 512, 1024, 2048):
         assert int((patterns[1][shift:] != patterns[1][:-shift]).sum()) > (PATTERN_BYTES - shift) // 2
+
+
+def test_the_timer_of_a_warm_up_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timers() -> list[threading.Timer]:
+        return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
+    def fn(group: LocalGroup) -> None:
+        transport, waited_for, begun = LocalTransport(group, CPU), list[threading.Thread](), timers()
+        monkeypatch.setattr(comm_transport, "wait_at_exit_for", waited_for.append)
+        with transport._deadline("late") as expired:
+            (timer,) = {*timers()} - {*begun}
+            assert timer.daemon  # a process that ends in between does not wait for it
+        timer.join(HANGS)
+        assert not timer.is_alive() and not expired.is_set() and not waited_for
+        transport._timeout = 0.0
+        with transport._deadline("late") as expired:
+            assert expired.wait(HANGS)
+            wait_until(lambda: transport._hub.stop_reason(transport._channel))
+        assert [isinstance(thread, threading.Timer) for thread in waited_for] == [True]
+
+    on_ranks(1, fn)
 
 
 def test_importing_comm_loads_no_cuda_packages() -> None:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -522,6 +523,14 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
     assert fast._thread is not None and fast._thread.is_alive()
 
 
+def test_the_thread_closes_destroyed_groups(fast: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept = threading.Event()
+    monkeypatch.setattr(module, "close_destroyed_groups", swept.set)
+    watch = watch_of(memory_controls(2)[0])
+    fast.add(watch)
+    assert swept.wait(HANGS)
+
+
 def test_stop_waits_for_a_running_tick(fast: Watchdog) -> None:
     begun, over = threading.Event(), list[bool]()
 
@@ -540,11 +549,21 @@ def test_stop_waits_for_a_running_tick(fast: Watchdog) -> None:
 
 
 def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
+    rings = [FailureGroup() for _ in range(2)]
+
     def fn(group: LocalGroup) -> list[tuple[float | None, object]]:
         watches = [
-            open_watch(group, CPU, control=ring_control(group, deadline), deadline=deadline, transports=list)
+            open_watch(
+                group,
+                CPU,
+                control=ring_control(group, deadline),
+                deadline=deadline,
+                transports=list,
+                failure_group=rings[group.rank()],
+            )
             for deadline in (None, 5.0)
         ]
+        assert {*watches} == {*rings[group.rank()].watches}
         for watch in watches:
             watch.close()
         return [(watch._posts._seconds, watch._fatal) for watch in watches]
@@ -553,18 +572,19 @@ def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
         assert world.run(fn) == [[(NEVER, None), (5.0, None)]] * 2
 
 
-@pytest.mark.parametrize(("device", "codes"), [("cpu", []), ("cuda:0", [75])])
+@pytest.mark.parametrize(("device", "steps"), [("cpu", []), ("cuda:0", ["flush", 75])])
 def test_only_failures_on_a_gpu_end_the_process(
-    device: str, codes: list[int], fast: Watchdog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device: str, steps: list[object], fast: Watchdog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Exit with EX_TEMPFAIL, so that schedulers restart the process."""
-    ended: list[int] = []
+    ended: list[object] = []
     monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "stdout", Mock(flush=lambda: ended.append("flush")))
     group: Any = object()
     watch = open_watch(group, torch.device(device), control=memory_controls(2)[0], deadline=5.0, transports=list)
     watch.report_failure(TransportError("the connection is gone"))
-    assert ended == codes and os.EX_TEMPFAIL == 75
-    assert ("ending this process: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)
+    assert ended == steps and os.EX_TEMPFAIL == 75
+    assert ("ending this process: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(steps)
 
 
 def test_fences_of_a_gpu_are_not_waited_for() -> None:

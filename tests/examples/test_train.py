@@ -24,6 +24,7 @@ from ringattn.examples.model import Decoder
 from ringattn.examples.train import (
     Job,
     JobError,
+    RankSetup,
     Run,
     parse_command_line,
     read_text,
@@ -88,6 +89,26 @@ def test_training_on_a_mesh_equals_one_process(dtype: str, tmp_path: Path) -> No
         three = (gradients[0][name] for gradients in (runs[0].gradients, *(each.gradients for each in recorders)))
         assert_as_exact_as_pytorch(name, *three)
     assert runs[0].run.losses[3] < runs[0].run.losses[0]
+
+
+def no_attention(*given: Any) -> Any:
+    raise AssertionError("no step runs")
+
+
+def test_fully_sharded_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam hides a constant factor of the gradients, so check that FSDP2 divides by nothing."""
+    calls: list[tuple[str, object]] = []
+
+    def fully_shard(module: Any) -> Any:
+        return SimpleNamespace(
+            set_gradient_divide_factor=lambda factor: calls.append(("divide", factor)),
+            set_force_sum_reduction_for_comms=lambda enable: calls.append(("sum", enable)),
+        )
+
+    monkeypatch.setattr(train, "fully_shard", fully_shard)
+    part = RankSetup(0, slice(0, 1), torch.arange(TINY.seqlen), attend=no_attention, gather=lambda flat: flat[None])
+    train.Training(replace(TINY, data=2), b"text", CPU, replace(part, fully_sharded=True))
+    assert calls == [("divide", 1.0), ("sum", True)] * (TINY.layers + 1)
 
 
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:

@@ -302,12 +302,15 @@ def test_refused_options_are_named(made: dict[str, Any], called: dict[str, Any],
         DotProductAttention(**arguments | {"qkv_format": "bshd"} | made)(*heads(), **called)
 
 
-def test_cp_global_ranks_that_contradict_the_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [[0, 1], [2, 0]])
+def test_cp_global_ranks_that_contradict_the_group_are_refused(
+    ranks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 2])
     group = dist.ProcessGroup(0, 2)  # type: ignore[call-arg]
     DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=[0, 2])
-    with pytest.raises(ValueError, match=r"cp_global_ranks is \[0, 1\]: it must be \[0, 2\]"):
-        DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=[0, 1])
+    with pytest.raises(ValueError, match=rf"cp_global_ranks is \[{ranks[0]}, {ranks[1]}\]: it must be \[0, 2\]"):
+        DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=ranks)
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,12 @@ def with_sharding(create: str | None = None, **given: Any) -> None:
             model(token_ids())
 
 
+def tree_under_chunks() -> None:
+    model = build_model("qwen3")
+    with sharded(model, None, tree=prefix_tree([TOKENS], [-1])):
+        model(token_ids(), attention_mask=dict.fromkeys(("full_attention", "sliding_attention"), mask(create="chunk")))
+
+
 def with_cache() -> None:
     model = build_model("llama").eval()
     model(token_ids()[:, :1], past_key_values=model(token_ids()).past_key_values)
@@ -344,6 +350,7 @@ INVALID: list[tuple[str, Callable[[], object]]] = [
     ("islands and the batch disagree on the token at position 0",
      lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
     ("tree has 34 tokens, but .* has 43", lambda: with_sharding(tree=TREE)),
+    ("tree has 44 tokens, but .* has 43", lambda: with_sharding(tree=prefix_tree([44], [-1]))),
     ("labels cannot be used with tree",
      lambda: shard_batch({"input_ids": token_ids(), "labels": token_ids()}, None, tree=TREE)),
     ("position_ids from token", generate),
@@ -365,6 +372,7 @@ UNSUPPORTED: list[tuple[str, Callable[[], object]]] = [
     ("mask function .*lambda", lambda: mask(and_mask_function=lambda *_: ONES[0, 0] > 0)),
     ("or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
     ("an island is longer than 5", lambda: with_sharding("window", islands=ISLANDS)),
+    ("tree is given, but the mask of Qwen3.* has chunks", tree_under_chunks),
     ("mask sets .*window_size.* twice",
      lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3))),
     ("does not support masks with sinks",

@@ -172,6 +172,7 @@ def test_a_launch_uses_the_tile_tuned_for_its_mask(gpu: Folders) -> None:
         how = tile_criteria(bounds, scores)
         assert resolve_tile("forward", None, q, v, **how) == tile
         assert resolve_tile("forward", fixed, q, v, **how) == SMALL
+    assert resolve_tile("forward", None, q, v, block=1024) == default
 
 
 def test_plans_do_not_depend_on_earlier_launches(gpu: Folders) -> None:

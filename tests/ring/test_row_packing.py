@@ -209,6 +209,23 @@ def test_refusals(call: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_mask", BlockMask(torch.eye(9).bool(), 4)),
+        ("block_mask", longformer(4, [(0, 2)])),
+        ("prefix_length", 3),
+        ("islands", [(3, 5)]),
+        ("intervals", [(AT, AT + 1)]),
+        ("alibi_slopes", torch.ones(2, 4)),
+    ],
+)
+def test_two_rows_are_refused_like_more(name: str, value: Any) -> None:
+    tensors = [inputs(TOKENS, batch=2)[name] for name in "qkv"]
+    with pytest.raises(ValueError, match=f"{name} cannot be used with key_mask, because batch rows"):
+        ring_attention(*tensors, key_mask=HOLES[:2], causal=name in ("prefix_length", "islands"), **{name: value})
+
+
+@pytest.mark.parametrize(
     "call",
     [
         {"causal": True, "prefix_length": 9},

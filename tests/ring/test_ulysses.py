@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention, shard, unshard
-from ringattn.comm import Limits, LocalGroup, open_transport
+from ringattn.comm import Limits, LocalGroup, group_rank_size, open_transport
 from ringattn.comm.transports.local import LocalTransport
 from ringattn.comm.world import DEFAULT_TIMEOUT, LocalMesh
 from ringattn.ring.mesh import resolve_mesh_rings, ring_layout, ulysses_layout
@@ -273,6 +273,7 @@ def test_meshes_of_a_local_world() -> None:
             with pytest.raises(ValueError, match=r"ring is|ulysses is"):
                 world.run(lambda group, wrong=wrong: group.mesh(*wrong))  # type: ignore[misc]
         assert all(world.run(lambda group: group.mesh(2, 2) is group.mesh(2, 2)))
+        assert world.run(lambda group: group_rank_size(group.mesh(2, 2))) == [(rank, 4) for rank in range(4)]
         with pytest.raises(ValueError, match=r"group is a .*LocalMesh"):
             world.run(lambda group: Ring(group.mesh(2, 2)))
 
