@@ -1,0 +1,157 @@
+"""Child processes that run a target: alive over many cases, ended by a deadline, started again after a failure."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from .worker import serve
+
+FORKED = multiprocessing.get_context("forkserver")
+PRELOADED = ["torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes", "ringattn.conformance.worker"]
+START_SECONDS = 60.0  # for imports, beside the deadline of the first request
+GRACE_SECONDS = 1.0  # for the other ranks to end after one failed
+
+
+class Reply(NamedTuple):
+    """Answer of all ranks to one request."""
+
+    status: str
+    """``ok``, ``error``, ``hangs`` or ``dies``."""
+    values: list[Any]
+    """What every rank returned, if ``ok``."""
+    error: str = ""
+    """Name of the exception's type."""
+    text: str = ""
+    trace: str = ""
+    printed: str = ""
+    """What the ranks printed to standard output."""
+
+
+class Ranks:
+    """Processes of one process group that load one target."""
+
+    def __init__(self, world: int, target: str, device: str = "cpu", preload: Sequence[str] = PRELOADED) -> None:
+        FORKED.set_forkserver_preload([*preload])  # without effect if the server runs
+        self.world, self.target, self.device = world, target, device
+        self._folder = tempfile.mkdtemp(prefix="ringattn-")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._read = [0] * world
+
+    def _start(self) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pairs = [FORKED.Pipe() for _ in range(self.world)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._processes = [
+            FORKED.Process(
+                target=serve,
+                args=(rank, self.world, self._store.port, theirs, self._log(rank), self.target, self.device),
+            )
+            for rank, (_, theirs) in enumerate(pairs)
+        ]  # fmt: skip
+        for process, (_, theirs) in zip(self._processes, pairs, strict=True):
+            process.start()
+            theirs.close()
+
+    def _log(self, rank: int) -> str:
+        return str(Path(self._folder, f"{rank}.log"))
+
+    def run(self, work: Callable[..., Any], *arguments: Any, deadline: float = 60.0) -> Reply:
+        """Call ``work(target, rank, *arguments)`` on every rank; end the ranks if they do not all succeed."""
+        if not self._processes:
+            self._start()
+            deadline += START_SECONDS
+        end = time.monotonic() + deadline
+        answers: dict[int, Any] = {}
+        for pipe in self._pipes:
+            with suppress(OSError):  # the rank has died, which the wait below finds
+                pipe.send((work, *arguments))
+        while len(answers) < self.world:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait([*waiting], max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    answers[rank] = ("dies", self._last_words(rank))
+                if answers[rank][0] != "ok":
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+        return self._judge(answers)
+
+    def _judge(self, answers: dict[int, Any]) -> Reply:
+        printed = "".join(map(self._printed, range(self.world)))
+        failed = {rank: answer for rank, answer in answers.items() if answer[0] != "ok"}
+        died = [f"rank {rank} {answer[1]}" for rank, answer in failed.items() if answer[0] == "dies"]
+        errors = [answer for answer in failed.values() if answer[0] == "error"]
+        alike = len(errors) == self.world and len({answer[1] for answer in errors}) == 1
+        is_clean = len(answers) - len(failed) == self.world
+        if not is_clean and not (alike and errors[0][1] in ("ValueError", "NotImplementedError", "MisuseError")):
+            self.end()  # a rank may still wait for another, and messages may be left
+        if died:
+            return Reply("dies", [], text="; ".join(sorted(died)), printed=printed)
+        if errors:
+            # A rank whose peer left fails by a connection error. The others have the cause.
+            _, name, text, trace = min(errors, key=lambda answer: "onnection" in answer[2])
+            return Reply("error", [], name, text, trace, printed)
+        if len(answers) < self.world:
+            late = sorted({*range(self.world)} - {*answers})
+            return Reply("hangs", [], text=f"no answer from rank {', '.join(map(str, late))}", printed=printed)
+        values = [torch.load(io.BytesIO(answers[rank][1]), weights_only=False) for rank in range(self.world)]
+        return Reply("ok", values, printed=printed)
+
+    def _last_words(self, rank: int) -> str:
+        self._processes[rank].join(GRACE_SECONDS)
+        code = self._processes[rank].exitcode
+        cause = "exits" if code is None else f"is killed by {signal.Signals(-code).name}" if code < 0 else ""
+        with suppress(OSError):
+            lines = Path(f"{self._log(rank)}.err").read_text(errors="replace").strip().splitlines()
+            return f"{cause or f'exits with code {code}'}{f': {lines[-1]}' if lines else ''}"
+        return cause or f"exits with code {code}"
+
+    def _printed(self, rank: int) -> str:
+        """Return what a rank printed since the last request."""
+        with suppress(OSError), open(self._log(rank), "rb") as file:
+            file.seek(self._read[rank])
+            text = file.read()
+            self._read[rank] += len(text)
+            return text.decode(errors="replace")
+        return ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes and delete what they printed."""
+        self.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def end(self) -> None:
+        """End the processes and all that they started; the next request starts new ones."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
