@@ -6,7 +6,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ def pairwise_cases(*axes: Iterable[Any], allowed: Callable[..., bool] = lambda *
     """
     values = [tuple(axis) for axis in axes]
     cells = [[(axis, at) for at in range(len(choices))] for axis, choices in enumerate(values)]
-    uncovered = {pair for i, j in combinations(range(len(cells)), 2) for pair in _product(cells[i], cells[j])}
+    uncovered = {pair for i, j in combinations(range(len(cells)), 2) for pair in _pairs(cells[i], cells[j])}
     dice, rows = random.Random(0), list[tuple[Any, ...]]()
     while uncovered:
         pair = min(uncovered)
@@ -169,21 +169,24 @@ def _pair(one: Cell, other: Cell) -> tuple[Cell, Cell]:
     return (one, other) if one < other else (other, one)
 
 
-def _product(left: Sequence[Cell], right: Sequence[Cell]) -> Iterator[tuple[Cell, Cell]]:
+def _pairs(left: Sequence[Cell], right: Sequence[Cell]) -> Iterator[tuple[Cell, Cell]]:
     return (_pair(one, other) for one in left for other in right)
 
 
 def select_cases(refuse: Callable[[Case], str], worlds: Sequence[int]) -> tuple[list[Case], dict[Case, str]]:
     """Return the cases of a target, simple ones first, and the reasons for those outside what it says it supports.
 
-    The first cases differ from the default in one axis, which shows causes best. Rows with every pair of values of two
+    The first cases differ from a default in one axis, which shows causes best. The default is the first supported case
+    with at most two other values than :class:`Case` has. Rows with every pair of values of two
     axes that the target supports together follow.
     """
     axes = {name: worlds if name == "world" else values for name, values in AXES.items()}
     default = Case(world=2 if 2 in worlds else worlds[0])
+    near = [
+        dict(zip(two, values, strict=True)) for two in combinations(axes, 2) for values in product(*map(axes.get, two))
+    ]
+    default = next((case for change in near if not refuse(case := replace(default, **change))), default)
     rows = [Case(*row) for row in pairwise_cases(*axes.values(), allowed=lambda *row: not refuse(Case(*row)))]
-    if refuse(default) and rows:  # the supported row that is nearest to the default
-        default = max(rows, key=lambda row: sum(getattr(row, name) == getattr(default, name) for name in axes))
     singles = [replace(default, **{name: value}) for name, values in axes.items() for value in values]
     used = {(name, getattr(row, name)) for row in rows for name in axes}
     refused = {

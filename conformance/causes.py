@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ UNSEEN = "visible keys are not seen"
 LOCAL, SHIFTED = "dK/dV are not reduced over the ranks", "dK/dV are those of another rank's shard"
 STALE, NO_GRADIENT = "the backward uses stale K/V", "the gradient is zero"
 DROPOUT_RATE, DROPOUT_WORLD = "dropout drops the wrong share", "dropout depends on the number of ranks"
+MIXTURE_NOISE = 1e-3  # smaller shares of a gradient do not count
 ROUNDING = "too much rounding in 16 bit"
 
 Hypothesis = tuple[str, dict[str, Tensor]]
@@ -70,7 +72,7 @@ def find_cause(evidence: Evidence) -> str:
     for name in ("dk", "dv", "dq", "dsink"):
         if evidence.is_wrong(name) and not evidence.actual[name].any():
             return f"{NO_GRADIENT}: {name}"
-    return _match(evidence, _gradients(evidence)) or _factor(evidence) or NO_CAUSE
+    return _match(evidence, _gradients(evidence)) or _mixture(evidence) or NO_CAUSE
 
 
 def _fallback(evidence: Evidence, name: str) -> str:
@@ -181,10 +183,6 @@ def _gradients(evidence: Evidence) -> Iterator[Hypothesis]:
         yield LOCAL, local
     if len({len(at) for at in evidence.shards}) > 1:
         return
-    for shift in range(1, case.world):
-        others = [evidence.shards[(rank + shift) % case.world] for rank in range(case.world)]
-        order = torch.cat([*evidence.shards]).argsort()
-        yield SHIFTED, {name: exact[name][:, torch.cat(others)][:, order] for name in ("dk", "dv")}
     if case.scores in ("plain", "scale"):
         for step in (1, -1):
             yield STALE, {"dq": _stale_dq(evidence, lambda rank, hop, step=step: rank - step * max(hop - 1, 0), step)}
@@ -210,14 +208,25 @@ def _stale_dq(evidence: Evidence, stale: Callable[[int, int], int], step: int) -
     return dq.transpose(1, 2)
 
 
-def _factor(evidence: Evidence) -> str:
-    """Return by which factor wrong gradients are too large, if each is a multiple of the exact one."""
-    found = []
+def _mixture(evidence: Evidence) -> str:
+    """Return of which exact gradients, of which ranks, every wrong gradient is the sum; empty if of none."""
+    found, world = [], evidence.case.world
+    exact, order = evidence.expected.exact, torch.cat([*evidence.shards]).argsort()
+    is_even = len({len(at) for at in evidence.shards}) == 1
     for name in ("dq", "dk", "dv", "dsink"):
-        if evidence.is_wrong(name):
-            exact, actual = evidence.expected.exact[name], evidence.actual[name].double()
-            factor = ((exact * actual).sum() / (exact * exact).sum()).item()
-            if not evidence.fits(name, factor * exact):
-                return ""
-            found.append(f"{name} is {factor:.3g} times the right one")
-    return ", ".join(found)
+        if not evidence.is_wrong(name):
+            continue
+        parts = {(name, 0): exact[name]}
+        for other, shift in product(("dk", "dv"), range(world if is_even else 1)) if name in ("dk", "dv") else ():
+            shards = [evidence.shards[(rank + shift) % world] for rank in range(world)]
+            parts[other, shift] = exact[other][:, torch.cat(shards)][:, order]
+        basis = torch.stack([part.flatten() for part in parts.values()], 1)
+        weights = torch.linalg.lstsq(basis, evidence.actual[name].double().flatten()[:, None]).solution[:, 0]
+        if not evidence.fits(name, (basis @ weights).view_as(exact[name])):
+            return ""
+        pairs = zip(parts, weights.tolist(), strict=True)
+        terms = [(f"{share:.3g} {other}", shift) for (other, shift), share in pairs if abs(share) > MIXTURE_NOISE]
+        texts = [f"{term}{f' of the rank {shift} further' if shift else ''}" for term, shift in terms]
+        only_shift = len(terms) == 1 and terms[0][1] and terms[0][0] == f"1 {name}"
+        found.append(SHIFTED if only_shift else f"{name} is {' + '.join(texts)}")
+    return "; ".join(dict.fromkeys(found))

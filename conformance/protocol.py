@@ -109,7 +109,7 @@ class Adapter(Protocol):
 
 READY = {
     "ringattn": "ours", "lucidrains": "lucidrains", "zhuzilin": "zhuzilin", "zhuzilin-varlen": "zhuzilin:varlen",
-    "usp": "usp", "torch-sdpa": "torch_cp:sdpa", "torch-flex": "torch_cp:flex", "transformers": "transformers",
+    "usp": "usp", "torch-sdpa": "torch_cp:sdpa", "torch-flex": "torch_cp:flex", "transformers": "torch_cp:accelerate",
     "accelerate": "torch_cp:accelerate", "diffusers": "diffusers", "megatron": "megatron",
 }  # fmt: skip
 """Module of :mod:`.adapters` of every ready adapter, by name."""

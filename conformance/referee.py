@@ -268,29 +268,33 @@ class Referee:
 
 
 class VerdictJournal:
-    """File with one verdict per line, from which a run of the same target and seed resumes."""
+    """Verdicts by case. If it has a file, it has a line per verdict, from which a run of the same target resumes."""
 
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
         """Open a journal.
 
         Raises:
             ValueError: If the file belongs to another target, version or seed.
         """
         self.path, self.outcomes = path, dict[Case, Outcome]()
-        lines = path.read_text().splitlines() if path.exists() else []
-        if lines and json.loads(lines[0]) != header:
-            raise ValueError(f"--out has {path.name} of another run, {lines[0]}. Choose another folder, or delete it.")
+        lines = path.read_text().splitlines() if path is not None and path.exists() else [json.dumps(header)]
+        if json.loads(lines[0]) != header:
+            raise ValueError(f"--out has a journal of another run, {lines[0]}. Choose another folder, or delete it.")
         for line in lines[1:]:
-            if not line.endswith("}"):  # the run was killed while it wrote
-                continue
-            fields = json.loads(line)
-            outcome = Outcome(Case(**fields.pop("case")), **fields)
-            self.outcomes[outcome.case] = outcome
-        if not lines:
-            path.write_text(json.dumps(header) + "\n")
+            if line.endswith("}"):  # else the run was killed while it wrote
+                fields = json.loads(line)
+                outcome = Outcome(Case(**fields.pop("case")), **fields)
+                self.outcomes[outcome.case] = outcome
+        if path is not None:
+            path.write_text("".join(f"{line}\n" for line in [lines[0], *map(self._line, self.outcomes.values())]))
 
     def add(self, outcome: Outcome) -> None:
         """Append a verdict."""
         self.outcomes[outcome.case] = outcome
-        with self.path.open("a") as file:
-            file.write(json.dumps(asdict(outcome)) + "\n")
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(f"{self._line(outcome)}\n")
+
+    @staticmethod
+    def _line(outcome: Outcome) -> str:
+        return json.dumps(asdict(outcome))

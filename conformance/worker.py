@@ -100,6 +100,11 @@ def describe(target: Target, rank: int, worlds: Sequence[int]) -> dict[str, Any]
     return {"version": target.version, "cases": cases, "refused": refused}
 
 
+def shard_positions(target: Target, rank: int, case: Case) -> list[list[int]]:
+    """Return the positions of every rank's tokens."""
+    return [target.positions(case.call(other)).tolist() for other in range(case.world)]
+
+
 def serve(rank: int, world: int, port: int, pipe: Connection, log: str, path: str, device: str) -> None:
     """Join the process group as ``rank`` and answer requests, ``(work, *arguments)``, until the pipe closes.
 

@@ -25,7 +25,7 @@ DEFECTS = {
     "document": causes.DOCUMENT, "future": causes.FUTURE, "window": causes.WINDOW_EDGE, "sink": causes.SINK,
     "lse": causes.BASE_2, "scale": causes.SCALE_TWICE, "heads": causes.HEADS, "unreduced": causes.LOCAL,
     "shard": causes.SHIFTED, "stale": causes.STALE, "zero": causes.ZERO, "dropout": causes.DROPOUT_WORLD,
-    "merge": causes.UNSCALED, "padding": causes.PADDING, "unseen": causes.UNSEEN, "factor": "dk is 2 times the right",
+    "merge": causes.UNSCALED, "padding": causes.PADDING, "unseen": causes.UNSEEN, "factor": "dk is 2 dk",
 }  # fmt: skip
 """The cause that each defect must be given."""
 

@@ -1,0 +1,1 @@
+"""The merge case: a function that merges ``(out, lse)`` parts of attention over different keys."""
