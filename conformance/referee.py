@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .cases import DROPOUT, Case
+from .cases import AXES, DROPOUT, Case
 from .causes import DROPOUT_RATE, DROPOUT_WORLD, ROUNDING, Evidence, find_cause
 from .oracle import Expected, Results, attend_plainly, compute_expected
 from .protocol import HINTS, resolve_path
@@ -45,7 +45,7 @@ class Outcome:
     def as_row(self) -> dict[str, Any]:
         """Return the outcome as a row of a result, with the case's axes as columns."""
         row = {name: value for name, value in asdict(self).items() if name not in ("case", "notes")}
-        return {**asdict(self.case), **row, "notes": "; ".join(self.notes)}
+        return {name: getattr(self.case, name) for name in AXES} | row | {"notes": "; ".join(self.notes)}
 
     def sentence(self) -> str:
         """Return the verdict in one line."""
