@@ -14,19 +14,7 @@ from torch import Tensor
 
 from ..reference.masks import visible
 from ..reference.scores import AttentionOptions
-from .protocol import TargetCall, uneven_lengths
-
-AXES: dict[str, tuple[Any, ...]] = {
-    "mask": ("causal", "full", "window", "two-sided window", "prefix", "padding"),
-    "documents": ("none", "aligned", "ragged"),
-    "scores": ("plain", "scale", "softcap", "sink", "alibi", "dropout"),
-    "layout": ("contiguous", "zigzag", "striped", "uneven"),
-    "world": (2, 1, 3, 4, 5, 6),
-    "dtype": ("float32", "bfloat16", "float16"),
-    "heads": ("4/2", "4/4", "6/1"),
-    "gradients": ("out", "out and lse", "none"),
-}
-"""Values of every axis, the default first. Heads are query heads and key/value heads."""
+from .protocol import AXES, TargetCall, uneven_lengths
 
 TOKENS_PER_RANK, HEAD_DIM, BATCH, DROPOUT = 16, 16, 2, 0.25
 WINDOW, TWO_SIDED = (9, 0), (5, 3)

@@ -11,30 +11,12 @@ import typer
 
 from ..bench.common import flags
 from ..bench.common.result import Result, finish_command
+from .protocol import AXES
 
 if TYPE_CHECKING:
     from .referee import Outcome, Referee
 
-UNITS = dict.fromkeys(
-    [
-        "status",
-        "cause",
-        "mask",
-        "documents",
-        "scores",
-        "layout",
-        "world",
-        "dtype",
-        "heads",
-        "gradients",
-        "where",
-        "error",
-        "message",
-        "notes",
-        "seconds",
-    ],
-    "",
-) | {"seconds": "s"}
+UNITS = dict.fromkeys(("status", "cause", *AXES, "where", "error", "message", "notes"), "")
 MAX_WORLD = 64
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -42,7 +24,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def count_outcomes_by_axis(outcomes: Iterable[Outcome]) -> str:
     """Return the matrix of verdicts: a line for every value of every axis, a column for every status."""
-    from .cases import AXES
     from .referee import STATUSES
 
     rows = [*outcomes]
@@ -100,13 +81,15 @@ def conformance(
         raise typer.BadParameter("Name one of TARGET, --model and --merge.")
     if max(worlds) > MAX_WORLD:
         raise typer.BadParameter(f"--world is {max(worlds)}: it must be at most {MAX_WORLD}")
-    from torch import device as torch_device
+    import torch
 
     from ..bench.common.output import write_json
     from ..bench.common.provenance import provenance
     from .referee import Referee
 
     flags.parse_device_kind(device)
+    if device == "cuda" and max(worlds) > torch.cuda.device_count():
+        raise typer.BadParameter(f"--world is {max(worlds)}: this machine has {torch.cuda.device_count()} GPUs")
     if out is not None:
         flags.check_folder("--out", out)
         out.mkdir(parents=True, exist_ok=True)
@@ -120,7 +103,7 @@ def conformance(
 
             result = judge_model(referee) if model else judge_merge(referee)
             text = None
-    result.provenance = provenance(torch_device(device))
+    result.provenance = provenance(torch.device(device))
     if out is not None:
         write_json(out / "conformance.json", result.as_json())
     finish_command(result, json, csv, text=text)

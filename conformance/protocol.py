@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,6 +36,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .cases import Case
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "mask": ("causal", "full", "window", "two-sided window", "prefix", "padding"),
+    "documents": ("none", "aligned", "ragged"),
+    "scores": ("plain", "scale", "softcap", "sink", "alibi", "dropout"),
+    "layout": ("contiguous", "zigzag", "striped", "uneven"),
+    "world": (2, 1, 3, 4, 5, 6),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "heads": ("4/2", "4/4", "6/1"),
+    "gradients": ("out", "out and lse", "none"),
+}
+"""Values of every axis, the default first. Heads are query heads and key/value heads."""
 
 HINTS = {
     "full": ("causal", "full"), "causal": ("causal",), "window": ("window",), "two-sided window": ("window", "causal"),
@@ -53,30 +65,35 @@ HINTS = {
 
 @dataclass(frozen=True)
 class TargetCall:
-    """One rank's call. Tensors are ``[B, S, H, D]`` with this rank's tokens; ``lse`` is ``[B, H, S]``, natural log."""
+    """One rank's call. Tensors are ``[B, S, H, D]`` with this rank's tokens; ``lse`` is ``[B, H, S]``, natural log.
+
+    Attributes:
+        rank, world: this rank and the number of ranks; ``group`` is their process group, None for the default one.
+        tokens, positions: tokens of the whole sequence, and the positions of this rank's tokens.
+        layout: ``contiguous``, ``zigzag``, ``striped`` or ``uneven`` (contiguous shards of unequal lengths).
+        features: the keys of :data:`HINTS` that the call uses.
+        window_size: keys visible left and right of the query; -1 for no limit.
+        prefix_length: number of first positions that a causal mask shows to every query.
+        cu_seqlens: boundaries of packed documents in the whole sequence, the same for every batch row.
+        seqused_k: valid keys of each batch row; the rest are padding.
+        needs_lse: True if the target must return ``(out, lse)``.
+    """
 
     rank: int
     world: int
     tokens: int
-    """Tokens of the whole sequence."""
     layout: str
-    """``contiguous``, ``zigzag``, ``striped`` or ``uneven`` (contiguous shards of unequal lengths)."""
     batch: int
     heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     features: frozenset[str]
-    """The keys of :data:`HINTS` that the call uses."""
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
-    """Keys visible left and right of the query; -1 for no limit."""
     prefix_length: int = 0
-    """Number of first positions that a causal mask shows to every query."""
     cu_seqlens: tuple[int, ...] | None = None
-    """Boundaries of packed documents in the whole sequence, the same for every batch row."""
     seqused_k: tuple[int, ...] | None = None
-    """Valid keys of each batch row; the rest are padding."""
     softmax_scale: float | None = None
     softcap: float = 0.0
     sink: Tensor | None = None
@@ -84,11 +101,12 @@ class TargetCall:
     dropout_p: float = 0.0
     dropout_seed: int | None = None
     needs_lse: bool = False
-    """True if the target must return ``(out, lse)``."""
     group: Any = None
-    """Process group; None is the default group."""
     positions: Any = None
-    """Positions of this rank's tokens, in the order of the shard."""
+
+    def on_rank(self, positions: Tensor, sink: Tensor | None) -> TargetCall:
+        """Return the call with the tensors of its rank."""
+        return replace(self, positions=positions, sink=sink)
 
 
 class Adapter(Protocol):

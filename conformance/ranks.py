@@ -21,9 +21,10 @@ from torch._C._distributed_c10d import TCPStore
 from .worker import serve
 
 FORKED = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes", "ringattn.conformance.worker"]
+PRELOADED = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes", "ringattn.conformance.worker")
 START_SECONDS = 60.0  # for imports, beside the deadline of the first request
 GRACE_SECONDS = 1.0  # for the other ranks to end after one failed
+CLEAN_ERRORS = ("ValueError", "NotImplementedError", "MisuseError")  # after these on every rank, processes stay
 
 
 class Reply(NamedTuple):
@@ -36,7 +37,6 @@ class Reply(NamedTuple):
     error: str = ""
     """Name of the exception's type."""
     text: str = ""
-    trace: str = ""
     printed: str = ""
     """What the ranks printed to standard output."""
 
@@ -47,7 +47,7 @@ class Ranks:
     def __init__(self, world: int, target: str, device: str = "cpu", preload: Sequence[str] = PRELOADED) -> None:
         FORKED.set_forkserver_preload([*preload])  # without effect if the server runs
         self.world, self.target, self.device = world, target, device
-        self._folder = tempfile.mkdtemp(prefix="ringattn-")
+        self._folder = Path(tempfile.mkdtemp(prefix="ringattn-"))
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._read = [0] * world
@@ -56,62 +56,47 @@ class Ranks:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pairs = [FORKED.Pipe() for _ in range(self.world)]
         self._pipes = [ours for ours, _ in pairs]
-        self._processes = [
-            FORKED.Process(
-                target=serve,
-                args=(rank, self.world, self._store.port, theirs, self._log(rank), self.target, self.device),
-            )
-            for rank, (_, theirs) in enumerate(pairs)
-        ]  # fmt: skip
-        for process, (_, theirs) in zip(self._processes, pairs, strict=True):
-            process.start()
+        for rank, (_, theirs) in enumerate(pairs):
+            log = str(self._folder / f"{rank}.log")
+            arguments = rank, self.world, self._store.port, theirs, log, self.target, self.device
+            self._processes.append(FORKED.Process(target=serve, args=arguments))
+            self._processes[-1].start()
             theirs.close()
-
-    def _log(self, rank: int) -> str:
-        return str(Path(self._folder, f"{rank}.log"))
 
     def run(self, work: Callable[..., Any], *arguments: Any, deadline: float = 60.0) -> Reply:
         """Call ``work(target, rank, *arguments)`` on every rank; end the ranks if they do not all succeed."""
         if not self._processes:
             self._start()
             deadline += START_SECONDS
-        end = time.monotonic() + deadline
-        answers: dict[int, Any] = {}
+        end, answers = time.monotonic() + deadline, dict[int, Any]()
         for pipe in self._pipes:
             with suppress(OSError):  # the rank has died, which the wait below finds
                 pipe.send((work, *arguments))
         while len(answers) < self.world:
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
-            ready = wait([*waiting], max(0.0, end - time.monotonic()))
+            waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready: list[Any] = wait([*waiting], max(0.0, end - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
                 try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                    answers[waiting[pipe]] = pipe.recv()
                 except (EOFError, OSError):
-                    answers[rank] = ("dies", self._last_words(rank))
-                if answers[rank][0] != "ok":
+                    answers[waiting[pipe]] = ("dies", "", f"rank {waiting[pipe]} {self._last_words(waiting[pipe])}")
+                if answers[waiting[pipe]][0] != "ok":
                     end = min(end, time.monotonic() + GRACE_SECONDS)
         return self._judge(answers)
 
     def _judge(self, answers: dict[int, Any]) -> Reply:
         printed = "".join(map(self._printed, range(self.world)))
-        failed = {rank: answer for rank, answer in answers.items() if answer[0] != "ok"}
-        died = [f"rank {rank} {answer[1]}" for rank, answer in failed.items() if answer[0] == "dies"]
-        errors = [answer for answer in failed.values() if answer[0] == "error"]
-        alike = len(errors) == self.world and len({answer[1] for answer in errors}) == 1
-        is_clean = len(answers) - len(failed) == self.world
-        if not is_clean and not (alike and errors[0][1] in ("ValueError", "NotImplementedError", "MisuseError")):
+        failed = [answer for answer in answers.values() if answer[0] != "ok"]
+        is_refused = len(failed) == self.world and len({x[1] for x in failed}) == 1 and failed[0][1] in CLEAN_ERRORS
+        if len(answers) - len(failed) < self.world and not is_refused:
             self.end()  # a rank may still wait for another, and messages may be left
-        if died:
-            return Reply("dies", [], text="; ".join(sorted(died)), printed=printed)
-        if errors:
+        if failed:
             # A rank whose peer left fails by a connection error. The others have the cause.
-            _, name, text, trace = min(errors, key=lambda answer: "onnection" in answer[2])
-            return Reply("error", [], name, text, trace, printed)
-        if len(answers) < self.world:
-            late = sorted({*range(self.world)} - {*answers})
+            kind, name, text = min(failed, key=lambda answer: (answer[0] != "dies", "onnection" in answer[2]))
+            return Reply(kind, [], name, text, printed)
+        if late := sorted({*range(self.world)} - {*answers}):
             return Reply("hangs", [], text=f"no answer from rank {', '.join(map(str, late))}", printed=printed)
         values = [torch.load(io.BytesIO(answers[rank][1]), weights_only=False) for rank in range(self.world)]
         return Reply("ok", values, printed=printed)
@@ -119,20 +104,16 @@ class Ranks:
     def _last_words(self, rank: int) -> str:
         self._processes[rank].join(GRACE_SECONDS)
         code = self._processes[rank].exitcode
-        cause = "exits" if code is None else f"is killed by {signal.Signals(-code).name}" if code < 0 else ""
-        with suppress(OSError):
-            lines = Path(f"{self._log(rank)}.err").read_text(errors="replace").strip().splitlines()
-            return f"{cause or f'exits with code {code}'}{f': {lines[-1]}' if lines else ''}"
-        return cause or f"exits with code {code}"
+        cause = f"is killed by {signal.Signals(-code).name}" if code and code < 0 else f"exits with code {code}"
+        lines = (self._folder / f"{rank}.log.err").read_text(errors="replace").strip().splitlines()
+        return f"{cause}{f': {lines[-1]}' if lines else ''}"
 
     def _printed(self, rank: int) -> str:
         """Return what a rank printed since the last request."""
-        with suppress(OSError), open(self._log(rank), "rb") as file:
-            file.seek(self._read[rank])
-            text = file.read()
-            self._read[rank] += len(text)
-            return text.decode(errors="replace")
-        return ""
+        path = self._folder / f"{rank}.log"
+        text = path.read_bytes()[self._read[rank] :] if path.exists() else b""
+        self._read[rank] += len(text)
+        return text.decode(errors="replace")
 
     def __enter__(self) -> Self:
         return self

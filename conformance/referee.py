@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .cases import AXES, DROPOUT, Case
+from .cases import DROPOUT, Case
 from .causes import DROPOUT_RATE, DROPOUT_WORLD, ROUNDING, Evidence, find_cause
 from .oracle import Expected, Results, attend_plainly, compute_expected
-from .protocol import HINTS, resolve_path
+from .protocol import AXES, HINTS, resolve_path
 from .ranks import PRELOADED, Ranks, Reply
-from .worker import describe, run_case_request
+from .worker import GRADIENTS, describe, run_case
 
 RIGHT, WRONG, REFUSED, RAISES, HANGS, DIES, MISUSE = "right", "wrong", "refused", "raises", "hangs", "dies", "misuse"
 STATUSES = (RIGHT, WRONG, REFUSED, RAISES, HANGS, DIES, MISUSE)
@@ -40,7 +40,6 @@ class Outcome:
     message: str = ""
     """What the target raised or said."""
     notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
     def as_row(self) -> dict[str, Any]:
         """Return the outcome as a row of a result, with the case's axes as columns."""
@@ -69,7 +68,7 @@ def join_parts(case: Case, parts: Sequence[dict[str, Any]]) -> Joined:
     """Join what the ranks returned.
 
     Raises:
-        ValueError: If the shards do not hold every token once, or if results do not have the shards' shapes.
+        ValueError: If the shards do not hold every token once.
     """
     shards = [part["positions"] for part in parts]
     order = torch.cat(shards)
@@ -78,14 +77,9 @@ def join_parts(case: Case, parts: Sequence[dict[str, Any]]) -> Joined:
         odd = (counts != 1).nonzero().flatten().tolist()
         raise ValueError(f"its shards do not hold every token once: see token {odd[0] if odd else order.max()}")
     results = Results()
-    for name in ("out", "lse", "dq", "dk", "dv"):
+    for name in ("out", "lse", *GRADIENTS[:3]):
         if all(name in part for part in parts):
             dim = 2 if name == "lse" else 1
-            for rank, part in enumerate(parts):
-                if part[name].shape[dim] != len(shards[rank]):
-                    raise ValueError(
-                        f"{name} of rank {rank} has {part[name].shape[dim]} tokens, its shard {len(shards[rank])}"
-                    )
             results[name] = torch.cat([part[name] for part in parts], dim).index_select(dim, order.argsort())
     if all("dsink" in part for part in parts):
         results["dsink"] = torch.stack([part["dsink"].double() for part in parts]).sum(0)
@@ -94,12 +88,6 @@ def join_parts(case: Case, parts: Sequence[dict[str, Any]]) -> Joined:
 
 def judge(case: Case, seed: int, run: Runner) -> Outcome:
     """Run a case and return the verdict, with the cause if the result is wrong."""
-    start = time.monotonic()
-    outcome = _judge(case, seed, run)
-    return replace(outcome, seconds=round(time.monotonic() - start, 3))
-
-
-def _judge(case: Case, seed: int, run: Runner) -> Outcome:
     reply = run(case, False)
     printed = [f"it prints {reply.printed.splitlines()[0][:60]!r}"] if reply.printed.strip() else []
     if reply.status != "ok":
@@ -120,7 +108,7 @@ def _judge(case: Case, seed: int, run: Runner) -> Outcome:
     outcome = Outcome(case, RIGHT, error=errors[worst], notes=notes)
     if errors[worst] > 1:
         where = locate(case, joined, expected, worst)
-        outcome = replace(outcome, status=WRONG, where=where, cause=explain(case, whole, joined, expected, seed, run))
+        outcome = replace(outcome, status=WRONG, where=where, cause=explain(case, seed, run, reply))
     elif changed:
         outcome = replace(outcome, status=WRONG, cause=changed[0])
     elif factors is not None and case.world > 1:
@@ -162,31 +150,27 @@ def _compare_dropout(case: Case, factors: Tensor, seed: int, run: Runner) -> dic
     return {"status": WRONG, "cause": DROPOUT_WORLD} if differs else {}
 
 
-def explain(case: Case, whole: Results, joined: Joined, expected: Expected, seed: int, run: Runner) -> str:
+def explain(case: Case, seed: int, run: Runner, reply: Reply) -> str:
     """Return the cause of a wrong result; a case in 16 bit is first repeated in float32."""
     if case.dtype != "float32":
         exact = replace(case, dtype="float32")
-        reply = run(exact, False)
-        if reply.status == "ok":
-            found = join_parts(exact, reply.values)
-            inputs = exact.inputs(seed)
-            factors = find_dropout(exact, inputs, found.results["out"])[0] if exact.scores == "dropout" else None
-            truth = compute_expected(exact, inputs, factors)
-            if max(truth.errors(found.results).values()) <= 1:
-                return f"{ROUNDING}: the same case is right in float32"
-            return find_cause(_evidence(exact, inputs, found, truth, run))
-    return find_cause(_evidence(case, whole, joined, expected, run))
+        repeated = run(exact, False)
+        if repeated.status == "ok":
+            return explain(exact, seed, run, repeated)
+    joined, whole = join_parts(case, reply.values), case.inputs(seed)
+    factors = find_dropout(case, whole, joined.results["out"])[0] if case.scores == "dropout" else None
+    expected = compute_expected(case, whole, factors)
+    if max(expected.errors(joined.results).values()) <= 1:
+        return f"{ROUNDING}: the same case is right in float32"
 
-
-def _evidence(case: Case, whole: Results, joined: Joined, expected: Expected, run: Runner) -> Evidence:
     def probe() -> Tensor | None:
-        reply = run(replace(case, gradients="none"), True)
-        if reply.status != "ok":
+        probed = run(replace(case, gradients="none"), True)
+        if probed.status != "ok":
             return None
-        out = join_parts(case, reply.values).results["out"].double()
+        out = join_parts(case, probed.values).results["out"].double()
         return ((out[1:] - out[:1]).abs().amax((2, 3)) > PROBE_THRESHOLD[case.dtype]).T
 
-    return Evidence(case, whole, joined.results, expected, joined.shards, probe)
+    return find_cause(Evidence(case, whole, joined.results, expected, joined.shards, probe))
 
 
 def locate(case: Case, joined: Joined, expected: Expected, name: str) -> str:
@@ -221,7 +205,7 @@ class Referee:
 
     def run(self, case: Case, probe: bool = False) -> Reply:
         """Run a case on all its ranks."""
-        return self.request(case.world, run_case_request, case, self.seed, probe)
+        return self.request(case.world, run_case, case, self.seed, probe)
 
     def request(self, world: int, work: Callable[..., Any], *arguments: Any) -> Reply:
         """Call ``work(target, rank, *arguments)`` on every rank of a world."""

@@ -1,4 +1,4 @@
-"""One rank of a target: in a child process, or in a thread of a ``LocalWorld``."""
+"""One rank of a target, in a child process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,76 +21,61 @@ from .cases import Case, select_cases
 from .protocol import Target, load_target
 
 TIMEOUT = timedelta(minutes=30)  # the parent ends ranks that hang, by its own deadline
+DEVICE = "RINGATTN_CONFORMANCE_DEVICE"  # set in child processes only
+GRADIENTS = ("dq", "dk", "dv", "dsink")
 
-_forks = 0
+_forks = list[int]()
 
 
 class MisuseError(Exception):
-    """Raised if a target does not do what its adapter says: its shards, or the shape of what it returns."""
+    """Raised if a target does not return what the protocol asks for."""
 
 
-def run_case(target: Target, case: Case, rank: int, seed: int, probe: bool, *, group: Any = None) -> dict[str, Any]:
-    """Run one rank of a case; return ``positions``, the results of its tokens and ``notes`` on what it did besides.
-
-    Raises:
-        MisuseError: If the shard or the results do not have the shape that the adapter says.
-    """
-    call, device = case.call(rank, group, probe=probe), _device(rank)
-    positions = target.positions(call)
-    object.__setattr__(call, "positions", positions)
+def run_case(target: Target, rank: int, case: Case, seed: int, probe: bool) -> dict[str, Any]:
+    """Run one rank of a case; return ``positions``, the results of its tokens and ``notes`` on what else it did."""
+    call = case.call(rank, probe=probe)
+    positions, device = target.positions(call), _device(rank)
     whole = case.inputs(seed, probe=probe)
     shards = {name: x[:, :, positions] if name == "dlse" else x[:, positions] for name, x in whole.items()}
     shards = {name: x.to(device).contiguous() for name, x in shards.items()}
     needs_grad = case.gradients != "none" and not probe
     leaves = [shards[name].requires_grad_(needs_grad) for name in "qkv"]
     leaves += [] if call.sink is None else [call.sink.to(device).requires_grad_(needs_grad)]
-    if call.sink is not None:
-        object.__setattr__(call, "sink", leaves[3])
-    before = [x.detach().clone() for x in leaves]
-    forks = _forks
-    returned = target.adapter.attend(*leaves[:3], call)
-    results = _check_results(returned, leaves[0], call.needs_lse)
-    notes = [f"it changed {name}" for name, x, y in zip(("q", "k", "v", "the sink"), leaves, before, strict=False)
-             if not torch.equal(x.detach(), y)]  # fmt: skip
-    named = {name: x.detach() for name, x in results.items()}
+    call = call.on_rank(positions, leaves[3] if call.sink is not None else None)
+    before, forks = [x.detach().clone() for x in leaves], len(_forks)
+    results = _check_results(target.adapter.attend(*leaves[:3], call), leaves[0], call.needs_lse)
+    changed = [not torch.equal(x, y) for x, y in zip(leaves, before, strict=True)]
+    notes = [f"it changed {name}" for name, is_changed in zip("qkvs", changed, strict=False) if is_changed]
+    named = {name: x.detach().clone() for name, x in results.items()}
     if needs_grad:
-        kept = [x.clone() for x in named.values()]
-        gradients = [shards["dout"].to(results["out"].dtype)]
-        gradients += [shards["dlse"].to(results["lse"].dtype)] if call.needs_lse else []
-        outs = [*results.values()][: len(gradients)]
-        if not outs[0].requires_grad:
+        gradients = {"out": shards["dout"], "lse": shards["dlse"]}
+        outs = {name: x for name, x in results.items() if name == "out" or call.needs_lse}
+        if not results["out"].requires_grad:
             raise MisuseError("out has no gradient: it is detached from q, k and v")
-        grads = torch.autograd.grad(outs, leaves, gradients, allow_unused=True)
-        found = dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=False))
-        named |= {name: x for name, x in found.items() if x is not None}
-        notes += [f"the sink has no gradient by {name}" for name, x in found.items() if x is None and name == "dsink"]
-        for name, x in zip(("dq", "dk", "dv"), leaves, strict=False):
-            if found[name] is None:
-                named[name] = torch.zeros_like(x)
-        if not all(map(torch.equal, kept, [x.detach() for x in results.values()])):
-            notes.append("the backward changed its output")
-    notes += ["it forks processes"] * (_forks > forks)
+        given = [gradients[name].to(x.dtype) for name, x in outs.items()]
+        found = torch.autograd.grad([*outs.values()], leaves, given, materialize_grads=True)
+        notes += ["the backward changed its output"] * any(not named[name].equal(x) for name, x in results.items())
+        named |= zip(GRADIENTS, found, strict=False)
+    notes += ["it forks processes"] * (len(_forks) > forks)
     return {"positions": positions, "notes": notes, **{name: x.detach().cpu() for name, x in named.items()}}
 
 
 def _check_results(returned: object, q: Tensor, needs_lse: bool) -> dict[str, Tensor]:
-    parts = list(returned) if isinstance(returned, Sequence) else [returned]
-    if not parts or not all(isinstance(x, torch.Tensor) for x in parts[:2]):
+    parts = [*returned][:2] if isinstance(returned, Sequence) else [returned]
+    if not parts or not all(isinstance(x, Tensor) for x in parts):
         raise MisuseError(f"attend returned {type(returned).__name__}: it must return out or (out, lse)")
     if needs_lse and len(parts) < 2:
         raise MisuseError("attend returned no lse, though call.needs_lse is True. Leave `lse` out of its features.")
     named = dict(zip(("out", "lse"), parts, strict=False))
-    shapes = {"out": q.shape, "lse": (q.shape[0], q.shape[2], q.shape[1])}
-    for name, x in named.items():
-        if x.shape[: len(shapes[name]) - (name == "out")] != tuple(shapes[name])[: len(shapes[name]) - (name == "out")]:
-            raise MisuseError(f"{name} has shape {list(x.shape)}: it must be {list(shapes[name])}")
+    for name, shape in (("out", q.shape[:3]), ("lse", (q.shape[0], q.shape[2], q.shape[1]))):
+        if name in named and tuple(named[name].shape[:3]) != tuple(shape):
+            raise MisuseError(f"{name} has shape {list(named[name].shape)}: it must start with {list(shape)}")
     return named
 
 
 def _device(rank: int) -> torch.device:
-    if os.environ.get("RINGATTN_CONFORMANCE_DEVICE") == "cuda":
-        return torch.device("cuda", rank % torch.cuda.device_count())
-    return torch.device("cpu")
+    on_gpu = os.environ.get(DEVICE) == "cuda"
+    return torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
 
 
 def describe(target: Target, rank: int, worlds: Sequence[int]) -> dict[str, Any]:
@@ -108,19 +92,18 @@ def shard_positions(target: Target, rank: int, case: Case) -> list[list[int]]:
 def serve(rank: int, world: int, port: int, pipe: Connection, log: str, path: str, device: str) -> None:
     """Join the process group as ``rank`` and answer requests, ``(work, *arguments)``, until the pipe closes.
 
-    An answer is ``("ok", bytes)`` or ``("error", type, text, traceback)``. Output goes to the file ``log``. A copy of
-    this process that the target forked ends when the target returns in it.
+    An answer is ``("ok", bytes)`` or ``("error", type, text)``. Output goes to the file ``log``. A copy of this process
+    that the target forked ends when the target returns in it.
     """
     os.setsid()  # one signal ends this process and all that the target starts
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     own = os.getpid()
     for stream, name in ((1, log), (2, f"{log}.err")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    os.register_at_fork(after_in_parent=_count_fork)
+    os.register_at_fork(after_in_parent=lambda: _forks.append(1))
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RINGATTN_CONFORMANCE_DEVICE": device}
-    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_DIST_INIT_BARRIER": "1", DEVICE: device}
     if device == "cuda":
         torch.cuda.set_device(_device(rank))
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -132,26 +115,16 @@ def serve(rank: int, world: int, port: int, pipe: Connection, log: str, path: st
             work, *arguments = pipe.recv()
         except EOFError:
             os._exit(0)
+        reply: tuple[Any, ...]
         try:
-            if target is None:
-                target = load_target(path)
+            target = target or load_target(path)
             answer = io.BytesIO()
             torch.save(work(target, rank, *arguments), answer)
             reply = ("ok", answer.getvalue())
         except BaseException as error:  # SystemExit of a target, too
-            reply = ("error", type(error).__name__, str(error), traceback.format_exc())
+            reply = ("error", type(error).__name__, str(error))
         if os.getpid() != own:
             os._exit(0)
         sys.stdout.flush()
         sys.stderr.flush()
         pipe.send(reply)
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-def run_case_request(target: Target, rank: int, case: Case, seed: int, probe: bool) -> dict[str, Any]:
-    """Run :func:`run_case` with the order of arguments that :func:`serve` uses."""
-    return run_case(target, case, rank, seed, probe)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from ringattn.conformance import protocol
-from ringattn.conformance.cases import AXES, Case, pairwise_cases, select_cases
+from ringattn.conformance.cases import Case, pairwise_cases, select_cases
 from ringattn.conformance.causes import BASE_2_MERGE, DOCUMENT, FUTURE
 from ringattn.conformance.merge import judge_merge
 from ringattn.conformance.model import judge_model
-from ringattn.conformance.protocol import Target
+from ringattn.conformance.protocol import AXES, Target
 from ringattn.conformance.ranks import Ranks
 from ringattn.conformance.referee import Outcome, Referee, VerdictJournal, judge
 from ringattn.conformance.worker import run_case
@@ -30,7 +30,7 @@ def run_bad(target: Target, rank: int, case: Case, probe: bool, name: str) -> di
     """Run a case on a bad target, in processes that were started for another one."""
     found = getattr(bad_targets, name)
     adapter = found if hasattr(found, "attend") else protocol.load_target(f"{bad_targets.__name__}:{name}").adapter
-    return run_case(replace(target, adapter=adapter), case, rank, 0, probe)
+    return run_case(replace(target, adapter=adapter), rank, case, 0, probe)
 
 
 @pytest.fixture(scope="module")

@@ -151,4 +151,4 @@ class BrokenRing(torch.autograd.Function):
 
 def run_defect(target: Target, rank: int, case: Case, seed: int, probe: bool, defect: str) -> dict[str, Any]:
     """Run a case on the ring with a defect, in processes that were started for another target."""
-    return run_case(replace(target, adapter=__getattr__(defect)), case, rank, seed, probe)
+    return run_case(replace(target, adapter=__getattr__(defect)), rank, case, seed, probe)
