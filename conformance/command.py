@@ -83,10 +83,12 @@ def conformance(
         raise typer.BadParameter(f"--world is {max(worlds)}: it must be at most {MAX_WORLD}")
     import torch
 
-    from ..bench.common.output import write_json
+    from ..bench.common.output import is_printing_rank, write_json
     from ..bench.common.provenance import provenance
     from .referee import Referee
 
+    if not is_printing_rank():
+        return  # the ranks of targets are child processes
     flags.parse_device_kind(device)
     if device == "cuda" and max(worlds) > torch.cuda.device_count():
         raise typer.BadParameter(f"--world is {max(worlds)}: this machine has {torch.cuda.device_count()} GPUs")

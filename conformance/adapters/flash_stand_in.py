@@ -68,11 +68,14 @@ def _flash_attn_varlen_forward(
 
 def _flash_attn_varlen_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *rest: Any, **more: Any,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    alibi_slopes: Any, deterministic: bool, rng_state: Any = None,
 ) -> None:  # fmt: skip
+    rest = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic)
     for i, j in zip(_documents(cu_seqlens_q), _documents(cu_seqlens_k), strict=True):
         tensors = (dout[None, i], q[None, i], k[None, j], v[None, j], out[None, i], softmax_lse[None, :, i])
-        _flash_attn_backward(*tensors, dq[None, i], dk[None, j], dv[None, j], *rest, **more)
+        _flash_attn_backward(*tensors, dq[None, i], dk[None, j], dv[None, j], *rest)
 
 
 def install_flash_stand_in() -> str:

@@ -51,6 +51,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Any:
 
 
 def _varlen_supports(call: Any) -> str:
+    if call.layout == "zigzag" and "ragged documents" in call.features:
+        return "zigzag needs documents whose lengths are multiples of twice the ranks"
     return "it takes packed documents" if call.cu_seqlens is None else supports(call)
 
 
