@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..bench.common.result import Result
-from .causes import BASE_2_MERGE, BLIND, NOT_FINITE, UNSCALED
+from .causes import BASE_2_MERGE, BLIND, NO_CAUSE, NOT_FINITE, UNSCALED
 from .protocol import Target
 
 if TYPE_CHECKING:
@@ -65,30 +65,27 @@ def judge_merge(referee: Referee) -> Result:
     result = Result("conformance --merge", UNITS)
     for kind in KINDS:
         reply = referee.request(1, merge_parts, kind, referee.seed)
-        row = {"case": kind, "status": "right", "cause": "", "error": None, "message": reply.text}
-        if reply.status != "ok":
-            row |= {"status": "raises" if reply.status == "error" else reply.status}
-        else:
-            out, lse = (x.double() for x in reply.values[0])
-            outs, lses = build_parts(kind, referee.seed)
-            stacked = torch.stack(lses).double()
-            pivot = stacked.amax(0).nan_to_num(neginf=0.0)
-            exact, total = merged(outs, (stacked - pivot).exp()), stacked.logsumexp(0)
-            # A weight is the exponential of a rounded lse, so it is off by as much as the lse.
-            rounding = 4 * len(outs) * 2.0**-23 * max(1.0, float(pivot.abs().max()))
-            limit = (rounding + torch.finfo(outs[0].dtype).eps) * max(1.0, float(exact.abs().max()))
-            errors = {"out": (out - exact).abs(), "lse": torch.where(lse == total, 0.0, (lse - total).abs())}
-            limits = {"out": limit, "lse": rounding}
-            ratios = {
-                name: float((error / limits[name]).nan_to_num(nan=torch.inf).max()) for name, error in errors.items()
-            }
-            row |= {"error": max(ratios.values())}
-            if max(ratios.values()) > 1:
-                near = (cause for cause, other in _alternatives(outs, stacked) if (out - other).abs().max() <= limit)
-                blind = BLIND if (total == -torch.inf).any() else "" if out.isfinite().all() else NOT_FINITE
-                wrong = " and ".join(name for name, ratio in ratios.items() if ratio > 1)
-                row |= {"status": "wrong", "cause": blind or next(near, "no known cause"), "message": f"{wrong} wrong"}
-        result.rows.append(row)
-        if row["status"] != "right":
-            result.failed.append(f"{kind}: {row['status']}: {row['cause']} {row['message']}")
+        status, cause, error, message = "raises" if reply.status == "error" else reply.status, "", None, reply.text
+        if reply.status == "ok":
+            cause, error = _judge_parts(*build_parts(kind, referee.seed), *reply.values[0])
+            status = "wrong" if error > 1 else "right"
+        result.rows.append(dict(zip(UNITS, (kind, status, cause, error, message), strict=True)))
+        result.failed += [f"{kind}: {status}: {cause}{message}"] * (status != "right")
     return result
+
+
+def _judge_parts(outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> tuple[str, float]:
+    """Return the cause of a wrong merge, and the largest error as a multiple of its limit."""
+    stacked = torch.stack(lses).double()
+    pivot, total = stacked.amax(0).nan_to_num(neginf=0.0), stacked.logsumexp(0)
+    exact = merged(outs, (stacked - pivot).exp())
+    # A weight is the exponential of a rounded lse, so it is off by as much as the lse.
+    rounding = 4 * len(outs) * 2.0**-23 * max(1.0, float(pivot.abs().max()))
+    limit = (rounding + torch.finfo(outs[0].dtype).eps) * max(1.0, float(exact.abs().max()))
+    errors = (out - exact).abs() / limit, torch.where(lse == total, 0.0, (lse - total).abs()) / rounding
+    error = max(float(x.nan_to_num(nan=torch.inf).max()) for x in errors)
+    if error <= 1:
+        return "", error
+    near = (cause for cause, other in _alternatives(outs, stacked) if (out - other).abs().max() <= limit)
+    blind = BLIND if (total == -torch.inf).any() else "" if out.isfinite().all() else NOT_FINITE
+    return blind or next(near, NO_CAUSE), error

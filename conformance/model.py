@@ -53,40 +53,28 @@ def run_model(target: Target, rank: int, seed: int) -> dict[str, Any]:
         loss = F.cross_entropy(own[0].float(), labels, reduction="sum") / (TOKENS - 1)
     loss.backward()
     grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in model.parameters()]
-    flat = torch.cat([x.flatten().double() for x in grads])
-    weights = torch.cat([x.detach().flatten().double() for x in model.parameters()])
-    return {
-        "positions": positions,
-        "logits": whole,
-        "packed": packed,
-        "loss": loss.item(),
-        "grads": flat,
-        "weights": weights,
-    }
+    grad = torch.cat([x.flatten().double() for x in grads])
+    return {"positions": positions, "logits": whole, "packed": packed, "loss": loss.item(), "grad": grad}
 
 
 def judge_model(referee: Referee) -> Result:
     """Judge a model at every number of ranks, with one rank as the scale of loss and gradients."""
-    result, alone = Result("conformance --model", UNITS), None
+    result, alone = Result("conformance --model", UNITS), dict[str, Any]()
     for world in sorted({1, *referee.worlds}):
-        reply = referee.request(world, run_model, referee.seed)
+        reply, texts = referee.request(world, run_model, referee.seed), dict[str, str]()
         if reply.status != "ok":
-            texts = {"run": f"{reply.status} {reply.error} {reply.text}"}
+            texts["run"] = f"{reply.status} {reply.error} {reply.text}"
         else:
-            ranks = reply.values
-            alone = ranks[0] if world == 1 else alone
-            texts = {"causality": _leaks(ranks, "logits", (0, TOKENS), FUTURE)}
-            texts["documents"] = "" if ranks[0]["packed"] is None else _leaks(ranks, "packed", EDGES, DOCUMENT)
-            if alone is not None and world > 1:
-                texts |= _compare_with_one_rank(ranks, alone)
+            texts["causality"] = _leaks(reply.values, "logits", (0, TOKENS), FUTURE)
+            if reply.values[0]["packed"] is not None:
+                texts["documents"] = _leaks(reply.values, "packed", EDGES, DOCUMENT)
+            alone = alone or reply.values[0]
+            texts |= _compare_with_one_rank(reply.values, alone)
         for check, text in texts.items():
-            result.rows.append(
-                {"check": check, "world": world, "status": "wrong" if text else "right", "message": text}
-            )
+            status = "wrong" if text else "right"
+            result.rows.append({"check": check, "world": world, "status": status, "message": text})
             result.failed += [f"{check} on {world} ranks: {text}"] * bool(text)
-    result.notes.append(
-        f"{sum(row['status'] == 'right' for row in result.rows)} of {len(result.rows)} checks are right"
-    )
+    result.notes.append(f"{len(result.rows) - len(result.failed)} of {len(result.rows)} checks are right")
     return result
 
 
@@ -106,21 +94,16 @@ def _leaks(ranks: list[dict[str, Any]], name: str, edges: tuple[int, ...], cause
 
 
 def _compare_with_one_rank(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, str]:
-    """Return what differs from one rank: weights, logits, loss and gradients, which may need a sum or a mean."""
-    world = len(ranks)
+    """Return what differs from one rank: logits, loss and gradients, of which a sum or a mean over ranks is right."""
+    world, largest, tolerance = len(ranks), alone["logits"].abs().max().item(), 10 * THRESHOLD
     off = max((part["logits"] - alone["logits"][:, part["positions"]]).abs().max().item() for part in ranks)
-    largest = alone["logits"].abs().max().item()
-    texts = {"weights": "" if all(part["weights"].equal(alone["weights"]) for part in ranks) else "ranks build others"}
-    texts["logits"] = f"off by {off:.3g} of {largest:.3g}" if off > 10 * THRESHOLD * largest else ""
-    total, grads = sum(part["loss"] for part in ranks), torch.stack([part["grads"] for part in ranks]).sum(0)
-    for name, ratio in (
-        ("loss", total / alone["loss"]),
-        ("gradient norm", float(grads.norm() / alone["grads"].norm())),
-    ):
-        fits = any(abs(ratio / scale - 1) < 10 * THRESHOLD for scale in (1, world))
+    texts = {"logits": f"off by {off:.3g} of {largest:.3g}" if off > tolerance * largest else ""}
+    grad, size = torch.stack([part["grad"] for part in ranks]).sum(0), alone["grad"].norm()
+    ratios = {"loss": sum(part["loss"] for part in ranks) / alone["loss"], "gradient norm": float(grad.norm() / size)}
+    for name, ratio in ratios.items():
+        fits = any(abs(ratio / scale - 1) < tolerance for scale in (1, world))
         texts[name] = "" if fits else f"summed over the ranks {ratio:.4g} times that of one rank; 1 or {world} is right"
-    direction = float(grads @ alone["grads"] / (grads.norm() * alone["grads"].norm()).clamp(min=1e-300))
-    texts["gradients"] = (
-        f"they point elsewhere than those of one rank: cosine {direction:.5f}" if direction < 0.9999 else ""
-    )
-    return texts
+    cosine = float(grad @ alone["grad"] / (grad.norm() * size).clamp(min=1e-300))
+    return texts | {
+        "gradient direction": f"cosine {cosine:.5f} with that of one rank" if cosine < 1 - tolerance else ""
+    }

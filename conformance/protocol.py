@@ -26,9 +26,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -103,10 +103,6 @@ class TargetCall:
     needs_lse: bool = False
     group: Any = None
     positions: Any = None
-
-    def on_rank(self, positions: Tensor, sink: Tensor | None) -> TargetCall:
-        """Return the call with the tensors of its rank."""
-        return replace(self, positions=positions, sink=sink)
 
 
 class Adapter(Protocol):
@@ -197,32 +193,22 @@ def uneven_lengths(world: int) -> list[int]:
 
 
 def load_target(target: str) -> Target:
-    """Import a target by its path or by the name of its adapter.
+    """Import a target by its path or by the name of its adapter; the current folder is searched, too.
 
     Raises:
         ValueError: If it cannot be imported, or if it has no ``attend`` and cannot be called.
     """
     path = resolve_path(target)
-    found = load_object(path)
-    if not hasattr(found, "attend"):
-        if isinstance(found, ModuleType) or not callable(found):
-            raise ValueError(f"TARGET is {target!r}: {path} has no function attend and is no function.")
-        found = _Plain(found)
-    return Target(path, found)
-
-
-@dataclass(frozen=True)
-class _Plain:
-    attend: Callable[..., Any]
-
-
-def load_object(path: str) -> Any:
-    """Import ``package.module:name``; the folder in which the command was started is searched, too."""
     module, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         found = import_module(module)
-        return getattr(found, name) if name else found
+        found = getattr(found, name) if name else found
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"TARGET is {path!r}: it cannot be imported: {type(error).__name__}: {error}") from None
+        raise ValueError(f"TARGET is {target!r}: it cannot be imported: {type(error).__name__}: {error}") from None
+    if not hasattr(found, "attend"):
+        if isinstance(found, ModuleType) or not callable(found):
+            raise ValueError(f"TARGET is {target!r}: {path} has no function attend and is no function.")
+        found = SimpleNamespace(attend=found)
+    return Target(path, found)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -41,7 +42,7 @@ def run_case(target: Target, rank: int, case: Case, seed: int, probe: bool) -> d
     needs_grad = case.gradients != "none" and not probe
     leaves = [shards[name].requires_grad_(needs_grad) for name in "qkv"]
     leaves += [] if call.sink is None else [call.sink.to(device).requires_grad_(needs_grad)]
-    call = call.on_rank(positions, leaves[3] if call.sink is not None else None)
+    call = replace(call, positions=positions, sink=call.sink if call.sink is None else leaves[3])
     before, forks = [x.detach().clone() for x in leaves], len(_forks)
     results = _check_results(target.adapter.attend(*leaves[:3], call), leaves[0], call.needs_lse)
     changed = [not torch.equal(x, y) for x, y in zip(leaves, before, strict=True)]
