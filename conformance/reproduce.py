@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +125,14 @@ def _literal(value: Any) -> str:
 def _target_source(path: str) -> tuple[str, str]:
     """Return the lines that define or import a target, and the name of its function."""
     module, _, name = path.partition(":")
-    spec = find_spec(module) if module.startswith(f"{__package__}.adapters.") else None
-    if spec is not None and spec.origin is not None:
-        text = Path(spec.origin).read_text().replace("from __future__ import annotations\n", "")
-        return text, f"{name}.attend" if name else "attend"
-    imported = (
-        f"sys.path.append(os.getcwd())\nfrom {module} import {name} as target" if name else f"import {module} as target"
-    )
-    return imported, 'getattr(target, "attend", target)'
+    package = f"{__package__}.adapters."
+    if not module.startswith(package):
+        imported = f"from {module} import {name} as target" if name else f"import {module} as target"
+        return f"sys.path.append(os.getcwd())\n{imported}", 'getattr(target, "attend", target)'
+
+    def read(name: str) -> str:
+        text = (Path(__file__).parent / "adapters" / f"{name}.py").read_text()
+        text = text.replace("from __future__ import annotations\n", "")
+        return re.sub(r"from \.(\w+) import .*", lambda match: read(match[1]), text)
+
+    return read(module.removeprefix(package)), f"{name}.attend" if name else "attend"
