@@ -23,6 +23,7 @@ FUTURE, DOCUMENT, PADDING = "keys from the future are seen", "keys of another do
 WINDOW_EDGE, OUTSIDE_WINDOW = "the window is off by one", "keys outside the window are seen"
 UNSEEN = "visible keys are not seen"
 LOCAL, SHIFTED = "dK/dV are not reduced over the ranks", "dK/dV are those of another rank's shard"
+MISROUTED = "parts of dK/dV are added to those of other shards"
 STALE, NO_GRADIENT = "the backward uses stale K/V", "the gradient is zero"
 DROPOUT_RATE, DROPOUT_WORLD = "dropout drops the wrong share", "dropout depends on the number of ranks"
 MIXTURE_NOISE = 1e-3  # smaller shares of a gradient do not count
@@ -72,7 +73,7 @@ def find_cause(evidence: Evidence) -> str:
     for name in ("dk", "dv", "dq", "dsink"):
         if evidence.is_wrong(name) and not evidence.actual[name].any():
             return f"{NO_GRADIENT}: {name}"
-    return _match(evidence, _gradients(evidence)) or _mixture(evidence) or NO_CAUSE
+    return _match(evidence, _gradients(evidence)) or _mixture(evidence) or _misrouted(evidence) or NO_CAUSE
 
 
 def _fallback(evidence: Evidence, name: str) -> str:
@@ -168,16 +169,36 @@ def _describe_pairs(evidence: Evidence, cause: str, pairs: Tensor) -> str:
     return f"{cause} ({int(pairs.sum())} pairs, {example})"
 
 
+def _parts_by_queries(evidence: Evidence) -> list[Results]:
+    """Return the exact gradients that the queries of every rank contribute."""
+    masks = [torch.zeros(evidence.case.tokens, dtype=torch.float64).index_fill(0, at, 1.0) for at in evidence.shards]
+    dout, dlse = evidence.whole["dout"], evidence.whole["dlse"]
+    masked = [{"dout": dout * mask[:, None, None], "dlse": dlse * mask} for mask in masks]
+    return [attend_plainly(evidence.whole | grads, evidence.case) for grads in masked]
+
+
+def _misrouted(evidence: Evidence) -> str:
+    """Return MISROUTED if every rank's dK and dV is a sum of whole parts, each of any rank's queries and any shard."""
+    shards, parts = evidence.shards, _parts_by_queries(evidence)
+    if len({len(at) for at in shards}) > 1 or evidence.is_wrong("dq"):
+        return ""
+    for name in ("dk", "dv"):
+        actual = evidence.actual[name].double()
+        for at in shards:
+            basis = torch.stack([part[name][:, other].flatten() for part in parts for other in shards], 1)
+            weights = torch.linalg.lstsq(basis, actual[:, at].flatten()[:, None]).solution
+            off = (basis @ weights.round() - actual[:, at].flatten()[:, None]).abs().max().item()
+            if not off <= evidence.expected.limits[name]:
+                return ""
+    return MISROUTED
+
+
 def _gradients(evidence: Evidence) -> Iterator[Hypothesis]:
     """Yield mistakes in the backward pass, given that the forward is right."""
-    whole, case, exact = evidence.whole, evidence.case, evidence.expected.exact
+    case, exact = evidence.case, evidence.expected.exact
     if case.world > 1:
         local = {name: torch.zeros_like(exact[name]) for name in ("dk", "dv")}
-        for at in evidence.shards:
-            mine = torch.zeros(case.tokens, dtype=torch.float64).index_fill(0, at, 1.0)
-            part = attend_plainly(
-                whole | {"dout": whole["dout"] * mine[:, None, None], "dlse": whole["dlse"] * mine}, case
-            )
+        for at, part in zip(evidence.shards, _parts_by_queries(evidence), strict=True):
             for name in local:
                 local[name][:, at] = part[name][:, at]
         yield LOCAL, local

@@ -17,7 +17,7 @@ from ..support.rank_processes import PRELOADED
 CASES = {
     "document": Case(documents="ragged"), "window": Case("window", layout="zigzag"), "sink": Case(scores="sink"),
     "lse": Case(gradients="out and lse"), "dropout": Case(scores="dropout"), "padding": Case("padding"),
-    "unseen": Case("full"), "merge": Case("full"),
+    "unseen": Case("full"), "merge": Case("full"), "misrouted": Case("full"),
 }  # fmt: skip
 """Cases that show a defect; the default shows the others."""
 

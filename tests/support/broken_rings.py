@@ -26,6 +26,7 @@ DEFECTS = {
     "lse": causes.BASE_2, "scale": causes.SCALE_TWICE, "heads": causes.HEADS, "unreduced": causes.LOCAL,
     "shard": causes.SHIFTED, "stale": causes.STALE, "zero": causes.ZERO, "dropout": causes.DROPOUT_WORLD,
     "merge": causes.UNSCALED, "padding": causes.PADDING, "unseen": causes.UNSEEN, "factor": "dk is 2 dk",
+    "misrouted": causes.MISROUTED,
 }  # fmt: skip
 """The cause that each defect must be given."""
 
@@ -144,7 +145,7 @@ class BrokenRing(torch.autograd.Function):
             stale = kv
             if defect != "shard" or hop + 1 < call.world:  # the last hop brings the gradients home
                 *kv, dk, dv = rotate(call, owner, [*kv, *dkv])
-                dkv = [dk, dv]
+                dkv = dkv if defect == "misrouted" else [dk, dv]
         dsink = None if sink is None else -((sink[:, None] - lse).exp() * delta).sum((0, 2))
         return dq.transpose(1, 2).to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), dsink, None, None
 
