@@ -19,7 +19,7 @@ from .cases import Case
 
 Results = dict[str, Tensor]
 """out, lse, dq, dk, dv and dsink of the whole sequence, those that there are."""
-OUTPUTS = ("out", "lse")
+OUTPUTS, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv", "dsink")
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ def attend_plainly(
         dtype: dtype of every product and of the weights; scores and their sum are at least float32.
         factors: dropout factors of the weights.
         heads: key/value head of every query head; default: in groups.
-        **changes: options of the reference, and ``sink``, ``visible`` or ``weigh``, a function of the scores and the
-            mask that returns the weights in place of the softmax.
+        **changes: options of the reference, ``sink``, and ``visible`` in place of the mask.
     """
     call = case.call()
     options: Any = {**case.options(), **changes}
@@ -70,8 +69,7 @@ def attend_plainly(
     queries, keys, values = q.transpose(1, 2), k.transpose(1, 2)[:, groups], v.transpose(1, 2)[:, groups]
     scale = options["softmax_scale"] or q.shape[-1] ** -0.5
     at = torch.arange(q.shape[1])
-    mask = changes.get("visible")
-    mask = add_head_dim(reference.visible(at, at, **_mask_options(options)) if mask is None else mask)
+    mask = add_head_dim(changes["visible"] if "visible" in changes else case.visible())
     wide = torch.promote_types(dtype, torch.float32)
     scores = apply_score_options((queries @ keys.mT * scale).to(wide), at, at, options).to(wide)
     scores = scores.masked_fill(~mask, -torch.inf)
@@ -85,20 +83,14 @@ def attend_plainly(
     out = (weights @ values).transpose(1, 2)
     grads = whole["dout"].to(dtype), whole["dlse"].to(wide).masked_fill(blind, 0.0) * call.needs_lse
     found = torch.autograd.grad((out, lse), leaves, grads)
-    results = {"out": out, "lse": lse, "weights": weights, "blind": blind}
-    results |= dict(zip(("dq", "dk", "dv", "dsink"), found, strict=False))
+    results = {"out": out, "lse": lse, "weights": weights, "blind": blind} | dict(zip(GRADIENTS, found, strict=False))
     return {name: x.detach() for name, x in results.items()}
-
-
-def _mask_options(options: dict[str, Any]) -> Any:
-    names = ["causal", "window_size", "prefix_length", "cu_seqlens", "seqused_k"]
-    return {name: options[name] for name in names if options.get(name) is not None}
 
 
 def compute_expected(case: Case, whole: Results, factors: Tensor | None = None) -> Expected:
     """Compute the exact results and the limits; ``factors`` are the dropout factors that the target drew."""
     plain = attend_plainly(whole, case, factors=factors)
-    exact = {name: plain[name] for name in ("out", "lse", "dq", "dk", "dv", "dsink") if name in plain}
+    exact = {name: plain[name] for name in (*OUTPUTS, *GRADIENTS) if name in plain}
     if factors is None:
         exact |= _reference(case, whole)
     dtype = getattr(torch, case.dtype)
@@ -120,7 +112,7 @@ def _reference(case: Case, whole: Results) -> Results:
     out, lse = reference.attention(*leaves[:3], learnable_sink=sink, **case.options())
     dlse = whole["dlse"].double().masked_fill(lse == -torch.inf, 0.0) * call.needs_lse
     grads = torch.autograd.grad((out, lse), leaves, (whole["dout"].double(), dlse))
-    return dict(zip(("out", "lse", "dq", "dk", "dv", "dsink"), (out.detach(), lse.detach(), *grads), strict=False))
+    return dict(zip((*OUTPUTS, *GRADIENTS), (out.detach(), lse.detach(), *grads), strict=False))
 
 
 def _sizes(case: Case, whole: Results, plain: Results) -> dict[str, float]:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .cases import DROPOUT, Case
 from .causes import DROPOUT_RATE, DROPOUT_WORLD, ROUNDING, Evidence, find_cause
-from .oracle import Expected, Results, attend_plainly, compute_expected
+from .oracle import GRADIENTS, Expected, Results, attend_plainly, compute_expected
 from .protocol import AXES, HINTS, resolve_path
 from .ranks import PRELOADED, Ranks, Reply
-from .worker import GRADIENTS, describe, run_case
+from .worker import describe, run_case
 
 RIGHT, WRONG, REFUSED, RAISES, HANGS, DIES, MISUSE = "right", "wrong", "refused", "raises", "hangs", "dies", "misuse"
 STATUSES = (RIGHT, WRONG, REFUSED, RAISES, HANGS, DIES, MISUSE)

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from .cases import Case, select_cases
+from .oracle import GRADIENTS
 from .protocol import Target, load_target
 
 TIMEOUT = timedelta(minutes=30)  # the parent ends ranks that hang, by its own deadline
 DEVICE = "RINGATTN_CONFORMANCE_DEVICE"  # set in child processes only
-GRADIENTS = ("dq", "dk", "dv", "dsink")
 
 _forks = list[int]()
 
