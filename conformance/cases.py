@@ -58,18 +58,18 @@ class Case:
     def features(self) -> frozenset[str]:
         """The features that the case uses, by the names in :data:`.protocol.HINTS`."""
         heads, kv_heads = map(int, self.heads.split("/"))
-        used = {self.mask, self.layout, self.dtype, f"{self.documents} documents", self.scores}
-        used |= {"gradients"} if self.gradients != "none" else set()
-        used |= {"lse"} if self.gradients == "out and lse" else set()
-        used |= {"grouped heads"} if heads != kv_heads else set()
-        used |= {"causal"} if self.mask in ("window", "prefix") else set()
-        return frozenset(used - {"none documents", "plain"})
+        names = {self.mask, self.layout, self.dtype, f"{self.documents} documents", self.scores}
+        names |= {"gradients"} if self.gradients != "none" else set()
+        names |= {"lse"} if self.gradients == "out and lse" else set()
+        names |= {"grouped heads"} if heads != kv_heads else set()
+        names |= {"causal"} if self.mask in ("window", "prefix") else set()
+        return frozenset(names - {"none documents", "plain"})
 
     def call(self, rank: int = 0, group: Any = None, *, probe: bool = False) -> TargetCall:
         """Return a rank's call; a ``probe`` has one batch row per token and one more."""
         heads, kv_heads = map(int, self.heads.split("/"))
         tokens, batch = self.tokens, 1 + self.tokens if probe else BATCH
-        used = [tokens - 5] * batch if probe else [tokens - 5, max(1, tokens // 2)]
+        lengths = [tokens - 5] * batch if probe else [tokens - 5, max(1, tokens // 2)]
         generator = torch.Generator().manual_seed(heads)
         return TargetCall(
             rank, self.world, tokens, self.layout, batch, heads, kv_heads,
@@ -77,7 +77,7 @@ class Case:
             features=self.features, causal=self.mask in ("causal", "window", "prefix"),
             window_size={"window": WINDOW, "two-sided window": TWO_SIDED}.get(self.mask, (-1, -1)),
             prefix_length=tokens // 3 if self.mask == "prefix" else 0, cu_seqlens=self.cu_seqlens,
-            seqused_k=tuple(used) if self.mask == "padding" else None,
+            seqused_k=tuple(lengths) if self.mask == "padding" else None,
             softmax_scale=0.4 if self.scores == "scale" else None, softcap=1.5 if self.scores == "softcap" else 0.0,
             sink=torch.randn(heads, generator=generator) if self.scores == "sink" else None,
             alibi_slopes=torch.rand(heads, generator=generator) if self.scores == "alibi" else None,
@@ -170,17 +170,17 @@ def select_cases(refuse: Callable[[Case], str], worlds: Sequence[int]) -> tuple[
     """
     axes = {name: worlds if name == "world" else values for name, values in AXES.items()}
     default = Case(world=2 if 2 in worlds else worlds[0])
-    near = [
+    changes = [
         dict(zip(two, values, strict=True)) for two in combinations(axes, 2) for values in product(*map(axes.get, two))
     ]
-    default = next((case for change in near if not refuse(case := replace(default, **change))), default)
+    default = next((case for change in changes if not refuse(case := replace(default, **change))), default)
     rows = [Case(*row) for row in pairwise_cases(*axes.values(), allowed=lambda *row: not refuse(Case(*row)))]
     singles = [replace(default, **{name: value}) for name, values in axes.items() for value in values]
-    used = {(name, getattr(row, name)) for row in rows for name in axes}
-    refused = {
+    values_used = {(name, getattr(row, name)) for row in rows for name in axes}
+    refusals = {
         case: reason
         for name in axes
         for value in axes[name]
-        if (name, value) not in used and (reason := refuse(case := replace(default, **{name: value})))
+        if (name, value) not in values_used and (reason := refuse(case := replace(default, **{name: value})))
     }
-    return [*dict.fromkeys([*(case for case in [default, *singles] if not refuse(case)), *rows])], refused
+    return [*dict.fromkeys([*(case for case in [default, *singles] if not refuse(case)), *rows])], refusals

@@ -117,10 +117,10 @@ def _merges(evidence: Evidence) -> Iterator[Hypothesis]:
     masks = [visible & torch.zeros(tokens, dtype=torch.bool).index_fill(0, at, True) for at in evidence.shards]
     parts = [attend_plainly(evidence.whole, evidence.case, visible=mask) for mask in masks]
     lse, out = (torch.stack([part[name] for part in parts]) for name in ("lse", "out"))
-    seen = (~torch.stack([part["blind"] for part in parts])).double()
+    has_keys = (~torch.stack([part["blind"] for part in parts])).double()
 
     def merge(weights: Tensor) -> Tensor:
-        weights = weights.transpose(2, 3)[..., None] * seen.transpose(2, 3)[..., None]
+        weights = weights.transpose(2, 3)[..., None] * has_keys.transpose(2, 3)[..., None]
         return (weights * out).sum(0) / weights.sum(0).clamp(min=1e-300)
 
     if evidence.case.scores == "sink":
@@ -134,30 +134,30 @@ def _merges(evidence: Evidence) -> Iterator[Hypothesis]:
 
 def _visibility(evidence: Evidence) -> str:
     """Return what the probe finds: keys that move an output that must not see them, and keys that do not."""
-    moved = evidence.probe()
-    if moved is None:
+    influence = evidence.probe()
+    if influence is None:
         return ""
     case, edges = evidence.case, evidence.case.cu_seqlens or (0,)
-    used = case.call(probe=True).seqused_k
-    visible = case.visible(seqused_k=None if used is None else used[:1])
+    lengths = case.call(probe=True).seqused_k
+    visible = case.visible(seqused_k=None if lengths is None else lengths[:1])
     visible = visible[0] if visible.dim() == 3 else visible
     at = torch.arange(case.tokens)
     documents = torch.bucketize(at, torch.tensor(edges), right=True)
-    leaks, causes = moved & ~visible, dict[str, Tensor]()
+    leaks, causes = influence & ~visible, dict[str, Tensor]()
     causes[DOCUMENT] = leaks & (documents[:, None] != documents)
     causes[FUTURE] = leaks & (at > at[:, None]) & case.call().causal & (documents[:, None] == documents)
-    if used is not None:
-        causes[PADDING] = leaks & (at >= used[0])
+    if lengths is not None:
+        causes[PADDING] = leaks & (at >= lengths[0])
     if "window" in case.mask:
         left, right = WINDOW if case.mask == "window" else TWO_SIDED
         back = at[:, None] - at
         edge = (back == left) | (back == left + 1) | (back == -right) | (back == -right - 1)
-        causes[WINDOW_EDGE] = (leaks | (visible & ~moved)) & edge
+        causes[WINDOW_EDGE] = (leaks | (visible & ~influence)) & edge
         causes[OUTSIDE_WINDOW] = leaks & ((back > left + 1) | (-back > right + 1))
-    causes[UNSEEN] = visible & ~moved & ~causes.get(WINDOW_EDGE, torch.zeros_like(moved))
+    causes[UNSEEN] = visible & ~influence & ~causes.get(WINDOW_EDGE, torch.zeros_like(influence))
     if case.scores == "alibi" or case.dtype != "float32":  # a weight may be too small to see
-        causes[UNSEEN] = torch.zeros_like(moved)
-    if causes.get(OUTSIDE_WINDOW, moved[:0]).any():
+        causes[UNSEEN] = torch.zeros_like(influence)
+    if causes.get(OUTSIDE_WINDOW, influence[:0]).any():
         del causes[WINDOW_EDGE]
     return "; ".join(_describe_pairs(evidence, cause, pairs) for cause, pairs in causes.items() if pairs.any())
 
@@ -173,8 +173,8 @@ def _parts_by_queries(evidence: Evidence) -> list[Results]:
     """Return the exact gradients that the queries of every rank contribute."""
     masks = [torch.zeros(evidence.case.tokens, dtype=torch.float64).index_fill(0, at, 1.0) for at in evidence.shards]
     dout, dlse = evidence.whole["dout"], evidence.whole["dlse"]
-    masked = [{"dout": dout * mask[:, None, None], "dlse": dlse * mask} for mask in masks]
-    return [attend_plainly(evidence.whole | grads, evidence.case) for grads in masked]
+    grads = [{"dout": dout * mask[:, None, None], "dlse": dlse * mask} for mask in masks]
+    return [attend_plainly(evidence.whole | pair, evidence.case) for pair in grads]
 
 
 def _misrouted(evidence: Evidence) -> str:
@@ -231,7 +231,7 @@ def _stale_dq(evidence: Evidence, stale: Callable[[int, int], int], step: int) -
 
 def _mixture(evidence: Evidence) -> str:
     """Return of which exact gradients, of which ranks, every wrong gradient is the sum; empty if of none."""
-    found, world = [], evidence.case.world
+    texts, world = [], evidence.case.world
     exact, order = evidence.expected.exact, torch.cat([*evidence.shards]).argsort()
     is_even = len({len(at) for at in evidence.shards}) == 1
     for name in ("dq", "dk", "dv", "dsink"):
@@ -247,7 +247,7 @@ def _mixture(evidence: Evidence) -> str:
             return ""
         pairs = zip(parts, weights.tolist(), strict=True)
         terms = [(f"{share:.3g} {other}", shift) for (other, shift), share in pairs if abs(share) > MIXTURE_NOISE]
-        texts = [f"{term}{f' of the rank {shift} further' if shift else ''}" for term, shift in terms]
+        shares = [f"{term}{f' of the rank {shift} further' if shift else ''}" for term, shift in terms]
         only_shift = len(terms) == 1 and terms[0][1] and terms[0][0] == f"1 {name}"
-        found.append(SHIFTED if only_shift else f"{name} is {' + '.join(texts)}")
-    return "; ".join(dict.fromkeys(found))
+        texts.append(SHIFTED if only_shift else f"{name} is {' + '.join(shares)}")
+    return "; ".join(dict.fromkeys(texts))

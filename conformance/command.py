@@ -30,7 +30,7 @@ def count_outcomes_by_axis(outcomes: Iterable[Outcome]) -> str:
     present = [status for status in STATUSES if any(row.status == status for row in rows)]
     lines = [f"{'':28}" + "".join(f"{status:>9}" for status in present)]
     for axis, values in {**AXES, "all": ("",)}.items():
-        for value in values:
+        for value in sorted(values) if axis == "world" else values:
             counts = Counter(row.status for row in rows if axis == "all" or getattr(row.case, axis) == value)
             if counts:
                 label = f"{axis} {value}".strip()
@@ -79,6 +79,12 @@ def conformance(
     """
     if sum(map(bool, (target, model, merge))) != 1:
         raise typer.BadParameter("Name one of TARGET, --model and --merge.")
+    for flag, name, unused in (
+        ("--model", model, {"minutes", "only"}),
+        ("--merge", merge, {"minutes", "only", "worlds"}),
+    ):
+        if name:
+            flags.check_mode(context, f"with {flag}", {*flags.flag_spellings(context)} - unused)
     if max(worlds) > MAX_WORLD:
         raise typer.BadParameter(f"--world is {max(worlds)}: it must be at most {MAX_WORLD}")
     import torch
@@ -122,13 +128,13 @@ def judge_target(referee: Referee, seconds: float, only: str, out: Path | None) 
     header = {"target": referee.target, "version": about["version"], "seed": referee.seed}
     journal = VerdictJournal(out / "journal.jsonl" if out else None, header)
     cases = [case for case in about["cases"] if only in case.id]
-    waiting = [case for case in cases if case not in journal.outcomes]
+    open_cases = [case for case in cases if case not in journal.outcomes]
     with progress() as step:
-        step(referee.target, len(waiting))
-        for outcome in referee.outcomes(waiting, seconds):
+        step(referee.target, len(open_cases))
+        for outcome in referee.outcomes(open_cases, seconds):
             journal.add(outcome)
             step(referee.target, None)
-    refused = [Outcome(case, REFUSED, message=reason) for case, reason in about["refused"].items()]
+    refusals = [Outcome(case, REFUSED, message=reason) for case, reason in about["refused"].items()]
     verdicts = [journal.outcomes[case] for case in cases if case in journal.outcomes]
     failures = first_of_each_kind(verdicts)
     notes = [f"{referee.target}: {about['version']}, seed {referee.seed}"]
@@ -140,7 +146,7 @@ def judge_target(referee: Referee, seconds: float, only: str, out: Path | None) 
             arguments = out / "reproductions", referee.target, title, outcome.case, referee.seed, reply.values[0]
             notes.append(f"reproduction: {out / 'reproductions' / write_reproduction(*arguments)}")
     notes.append(", ".join(f"{count} {status}" for status, count in Counter(x.status for x in verdicts).items()))
-    rows = [outcome.as_row() for outcome in (*verdicts, *refused)]
+    rows = [outcome.as_row() for outcome in (*verdicts, *refusals)]
     result = Result("conformance", UNITS, rows, [outcome.sentence() for outcome in failures], notes)
-    text = "\n".join([count_outcomes_by_axis([*verdicts, *refused]), *notes, *(f"FAILED: {x}" for x in result.failed)])
+    text = "\n".join([count_outcomes_by_axis([*verdicts, *refusals]), *notes, *(f"FAILED: {x}" for x in result.failed)])
     return result, text

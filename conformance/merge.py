@@ -46,7 +46,7 @@ def merge_parts(target: Target, rank: int, kind: str, seed: int) -> list[Tensor]
     return [*target.adapter.attend(*build_parts(kind, seed))]
 
 
-def merged(outs: list[Tensor], weights: Tensor, *, is_mean: bool = True) -> Tensor:
+def weigh_parts(outs: list[Tensor], weights: Tensor, *, is_mean: bool = True) -> Tensor:
     """Return the weighted mean or sum of parts in float64; ``weights`` are ``[parts, B, H, S]``."""
     scaled = weights.transpose(2, 3)[..., None]
     total = (torch.stack(outs).double() * scaled).sum(0)
@@ -55,9 +55,9 @@ def merged(outs: list[Tensor], weights: Tensor, *, is_mean: bool = True) -> Tens
 
 def _alternatives(outs: list[Tensor], lse: Tensor) -> Iterator[tuple[str, Tensor]]:
     relative = (lse - lse.amax(0)).nan_to_num(nan=0.0, neginf=-torch.inf)
-    yield BASE_2_MERGE, merged(outs, relative.exp2())
-    yield UNSCALED, merged(outs, torch.ones_like(lse))
-    yield UNSCALED, merged(outs, torch.ones_like(lse), is_mean=False)
+    yield BASE_2_MERGE, weigh_parts(outs, relative.exp2())
+    yield UNSCALED, weigh_parts(outs, torch.ones_like(lse))
+    yield UNSCALED, weigh_parts(outs, torch.ones_like(lse), is_mean=False)
 
 
 def judge_merge(referee: Referee) -> Result:
@@ -78,7 +78,7 @@ def _judge_parts(outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tenso
     """Return the cause of a wrong merge, and the largest error as a multiple of its limit."""
     stacked = torch.stack(lses).double()
     pivot, total = stacked.amax(0).nan_to_num(neginf=0.0), stacked.logsumexp(0)
-    exact = merged(outs, (stacked - pivot).exp())
+    exact = weigh_parts(outs, (stacked - pivot).exp())
     # A weight is the exponential of a rounded lse, so it is off by as much as the lse.
     rounding = 4 * len(outs) * 2.0**-23 * max(1.0, float(pivot.abs().max()))
     limit = (rounding + torch.finfo(outs[0].dtype).eps) * max(1.0, float(exact.abs().max()))
@@ -86,6 +86,6 @@ def _judge_parts(outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tenso
     error = max(float(x.nan_to_num(nan=torch.inf).max()) for x in errors)
     if error <= 1:
         return "", error
-    near = (cause for cause, other in _alternatives(outs, stacked) if (out - other).abs().max() <= limit)
+    causes = (cause for cause, other in _alternatives(outs, stacked) if (out - other).abs().max() <= limit)
     blind = BLIND if (total == -torch.inf).any() else "" if out.isfinite().all() else NOT_FINITE
-    return blind or next(near, NO_CAUSE), error
+    return blind or next(causes, NO_CAUSE), error

@@ -39,8 +39,8 @@ def run_model(target: Target, rank: int, seed: int) -> dict[str, Any]:
     has_documents = "cu_seqlens" in inspect.signature(model.forward).parameters
 
     def logits(tokens: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        returned = model(tokens, **options)
-        return returned if isinstance(returned, tuple) else (returned, torch.arange(tokens.shape[1]))
+        result = model(tokens, **options)
+        return result if isinstance(result, tuple) else (result, torch.arange(tokens.shape[1]))
 
     with torch.no_grad():
         whole, positions = logits(tokens)
@@ -83,8 +83,8 @@ def _leaks(ranks: list[dict[str, Any]], name: str, edges: tuple[int, ...], cause
     documents = torch.bucketize(torch.arange(TOKENS), torch.tensor(edges[1:]), right=True)
     for rank, part in enumerate(ranks):
         logits, at = part[name].double(), part["positions"]
-        moved = (logits[1:] - logits[:1]).abs().amax(-1) > THRESHOLD * logits.abs().max()
-        for row, token in zip(moved, CHANGED, strict=True):
+        influence = (logits[1:] - logits[:1]).abs().amax(-1) > THRESHOLD * logits.abs().max()
+        for row, token in zip(influence, CHANGED, strict=True):
             wrong = row & ((at < token) | (documents[at] != documents[token]))
             if wrong.any():
                 return f"{cause}: token {token} moves token {int(at[wrong][0])} of rank {rank}"

@@ -82,8 +82,9 @@ def attend_plainly(
     weights = weights if factors is None else weights * factors.to(dtype)
     out = (weights @ values).transpose(1, 2)
     grads = whole["dout"].to(dtype), whole["dlse"].to(wide).masked_fill(blind, 0.0) * call.needs_lse
-    found = torch.autograd.grad((out, lse), leaves, grads)
-    results = {"out": out, "lse": lse, "weights": weights, "blind": blind} | dict(zip(GRADIENTS, found, strict=False))
+    gradients = torch.autograd.grad((out, lse), leaves, grads)
+    results = {"out": out, "lse": lse, "weights": weights, "blind": blind}
+    results |= zip(GRADIENTS, gradients, strict=False)
     return {name: x.detach() for name, x in results.items()}
 
 

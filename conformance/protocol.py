@@ -203,12 +203,12 @@ def load_target(target: str) -> Target:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = import_module(module)
-        found = getattr(found, name) if name else found
+        adapter = import_module(module)
+        adapter = getattr(adapter, name) if name else adapter
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"TARGET is {target!r}: it cannot be imported: {type(error).__name__}: {error}") from None
-    if not hasattr(found, "attend"):
-        if isinstance(found, ModuleType) or not callable(found):
+    if not hasattr(adapter, "attend"):
+        if isinstance(adapter, ModuleType) or not callable(adapter):
             raise ValueError(f"TARGET is {target!r}: {path} has no function attend and is no function.")
-        found = SimpleNamespace(attend=found)
-    return Target(path, found)
+        adapter = SimpleNamespace(attend=adapter)
+    return Target(path, adapter)

@@ -65,8 +65,8 @@ def truth(whole, dlse):
     out = torch.einsum("bhij,bjhd->bihd", weights, v)
     lse = scores.masked_fill(blind, 0).logsumexp(-1)
     grads = whole["dout"].double(), dlse.double().masked_fill(blind[..., 0], 0) * call.needs_lse
-    found = torch.autograd.grad((out, lse), leaves, grads)
-    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse.masked_fill(blind[..., 0], -math.inf), *found)))
+    gradients = torch.autograd.grad((out, lse), leaves, grads)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse.masked_fill(blind[..., 0], -math.inf), *gradients)))
 
 
 def run(rank, store):
@@ -76,14 +76,14 @@ def run(rank, store):
     exact, at = truth(whole, dlse), torch.tensor(POSITIONS[rank])
     leaves = [whole[name][:, at].clone().requires_grad_({gradients}) for name in "qkv"]
     call = SimpleNamespace(rank=rank, positions=at, group=None, dtype={dtype}, **CALL)
-    returned = {attend}(*leaves, call)
-    returned = list(returned)[:2] if isinstance(returned, (tuple, list)) else [returned]
-    results = dict(zip(("out", "lse"), returned))
+    parts = {attend}(*leaves, call)
+    parts = list(parts)[:2] if isinstance(parts, (tuple, list)) else [parts]
+    results = dict(zip(("out", "lse"), parts))
     if {gradients}:
         grads = [whole["dout"][:, at], dlse[:, :, at]][: 1 + CALL["needs_lse"]]
-        grads = [grad.to(x.dtype) for grad, x in zip(grads, returned)]
-        found = torch.autograd.grad(returned[: len(grads)], leaves, grads, materialize_grads=True)
-        results |= zip(("dq", "dk", "dv"), found)
+        grads = [grad.to(x.dtype) for grad, x in zip(grads, parts)]
+        gradients = torch.autograd.grad(parts[: len(grads)], leaves, grads, materialize_grads=True)
+        results |= zip(("dq", "dk", "dv"), gradients)
     for name, x in results.items():
         right = exact[name][:, :, at] if name == "lse" else exact[name][:, at]
         off = torch.where(x == right, 0.0, (x.detach().double() - right).abs()).max().item()
@@ -127,8 +127,8 @@ def _target_source(path: str) -> tuple[str, str]:
     module, _, name = path.partition(":")
     package = f"{__package__}.adapters."
     if not module.startswith(package):
-        imported = f"from {module} import {name} as target" if name else f"import {module} as target"
-        return f"sys.path.append(os.getcwd())\n{imported}", 'getattr(target, "attend", target)'
+        statement = f"from {module} import {name} as target" if name else f"import {module} as target"
+        return f"sys.path.append(os.getcwd())\n{statement}", 'getattr(target, "attend", target)'
 
     def read(name: str) -> str:
         text = (Path(__file__).parent / "adapters" / f"{name}.py").read_text()

@@ -45,18 +45,18 @@ def run_case(target: Target, rank: int, case: Case, seed: int, probe: bool) -> d
     call = replace(call, positions=positions, sink=call.sink if call.sink is None else leaves[3])
     before, forks = [x.detach().clone() for x in leaves], len(_forks)
     results = _check_results(target.adapter.attend(*leaves[:3], call), leaves[0], call.needs_lse)
-    changed = [not torch.equal(x, y) for x, y in zip(leaves, before, strict=True)]
-    notes = [f"it changed {name}" for name, is_changed in zip("qkvs", changed, strict=False) if is_changed]
+    inputs = zip("qkvs", leaves, before, strict=False)
+    notes = [f"it changed {name}" for name, x, copy in inputs if not torch.equal(x, copy)]
     named = {name: x.detach().clone() for name, x in results.items()}
     if needs_grad:
-        gradients = {"out": shards["dout"], "lse": shards["dlse"]}
+        output_grads = {"out": shards["dout"], "lse": shards["dlse"]}
         outs = {name: x for name, x in results.items() if name == "out" or call.needs_lse}
         if not results["out"].requires_grad:
             raise MisuseError("out has no gradient: it is detached from q, k and v")
-        given = [gradients[name].to(x.dtype) for name, x in outs.items()]
-        found = torch.autograd.grad([*outs.values()], leaves, given, materialize_grads=True)
+        grads = [output_grads[name].to(x.dtype) for name, x in outs.items()]
+        gradients = torch.autograd.grad([*outs.values()], leaves, grads, materialize_grads=True)
         notes += ["the backward changed its output"] * any(not named[name].equal(x) for name, x in results.items())
-        named |= zip(GRADIENTS, found, strict=False)
+        named |= zip(GRADIENTS, gradients, strict=False)
     notes += ["it forks processes"] * (len(_forks) > forks)
     return {"positions": positions, "notes": notes, **{name: x.detach().cpu() for name, x in named.items()}}
 

@@ -52,7 +52,10 @@ def test_the_command_writes_results_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone", "shared_server")
 def test_refused_arguments() -> None:
-    for arguments, text in (([], "Name one of"), (["a", "--model", "b"], "Name one of"), (["no.such"], "be imported")):
+    for arguments, text in (
+        ([], "Name one of"), (["a", "--model", "b"], "Name one of"), (["no.such"], "be imported"),
+        (["--merge", "a:b", "--only", "c"], "--only cannot be used with --merge"),
+    ):  # fmt: skip
         ran = CliRunner().invoke(cli.app, ["conformance", *arguments])
         assert ran.exit_code == 2 and text in ran.output
 
