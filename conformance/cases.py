@@ -168,19 +168,15 @@ def select_cases(refuse: Callable[[Case], str], worlds: Sequence[int]) -> tuple[
     with at most two other values than :class:`Case` has. Rows with every pair of values of two
     axes that the target supports together follow.
     """
-    axes = {name: worlds if name == "world" else values for name, values in AXES.items()}
+    axes: dict[str, tuple[Any, ...]] = {**AXES, "world": (*worlds,)}
     default = Case(world=2 if 2 in worlds else worlds[0])
-    changes = [
-        dict(zip(two, values, strict=True)) for two in combinations(axes, 2) for values in product(*map(axes.get, two))
-    ]
+    pairs = ((a, x, b, y) for a, b in combinations(axes, 2) for x, y in product(axes[a], axes[b]))
+    changes: Iterator[dict[str, Any]] = ({a: x, b: y} for a, x, b, y in pairs)
     default = next((case for change in changes if not refuse(case := replace(default, **change))), default)
     rows = [Case(*row) for row in pairwise_cases(*axes.values(), allowed=lambda *row: not refuse(Case(*row)))]
-    singles = [replace(default, **{name: value}) for name, values in axes.items() for value in values]
+    single_values: list[dict[str, Any]] = [{name: value} for name in axes for value in axes[name]]
+    singles = {replace(default, **change): next(iter(change.items())) for change in single_values}
     values_used = {(name, getattr(row, name)) for row in rows for name in axes}
-    refusals = {
-        case: reason
-        for name in axes
-        for value in axes[name]
-        if (name, value) not in values_used and (reason := refuse(case := replace(default, **{name: value})))
-    }
+    reasons = {case: refuse(case) for case in singles}
+    refusals = {case: reason for case, reason in reasons.items() if reason and singles[case] not in values_used}
     return [*dict.fromkeys([*(case for case in [default, *singles] if not refuse(case)), *rows])], refusals

@@ -205,13 +205,12 @@ def _gradients(evidence: Evidence) -> Iterator[Hypothesis]:
     if len({len(at) for at in evidence.shards}) > 1:
         return
     if case.scores in ("plain", "scale"):
-        for step in (1, -1):
-            yield STALE, {"dq": _stale_dq(evidence, lambda rank, hop, step=step: rank - step * max(hop - 1, 0), step)}
-            yield STALE, {"dq": _stale_dq(evidence, lambda rank, hop: rank, step)}
+        for step, reach in product((1, -1), (1, case.world)):  # the K/V of the hop before, or always the first
+            yield STALE, {"dq": _stale_dq(evidence, step, reach)}
 
 
-def _stale_dq(evidence: Evidence, stale: Callable[[int, int], int], step: int) -> Tensor:
-    """Return dq if every hop of a rank used the K/V of rank ``stale(rank, hop)``, not of ``rank - step * hop``."""
+def _stale_dq(evidence: Evidence, step: int, reach: int) -> Tensor:
+    """Return dq if a hop used the K/V of ``reach`` hops before, at least of the first; hops go by ``step`` ranks."""
     case, exact, call = evidence.case, evidence.expected.exact, evidence.case.call()
     world, groups = case.world, torch.arange(call.heads) // (call.heads // call.kv_heads)
     scale = call.softmax_scale or call.head_dim**-0.5
@@ -221,7 +220,7 @@ def _stale_dq(evidence: Evidence, stale: Callable[[int, int], int], step: int) -
     visible, dq = add_head_dim(case.visible()), torch.zeros_like(q)
     for rank, rows in enumerate(evidence.shards):
         for hop in range(world):
-            real, used = (evidence.shards[at % world] for at in (rank - step * hop, stale(rank, hop)))
+            real, used = (evidence.shards[(rank - step * at) % world] for at in (hop, max(hop - reach, 0)))
             scores = scale * q[:, :, rows] @ k[:, :, used].mT - exact["lse"][:, :, rows, None]
             weights = scores.exp().masked_fill(~visible[:, :, rows][..., real], 0.0)
             ds = weights * (dout[:, :, rows] @ v[:, :, used].mT - delta[:, :, rows, None])

@@ -139,12 +139,12 @@ def judge_target(referee: Referee, seconds: float, only: str, out: Path | None) 
     failures = first_of_each_kind(verdicts)
     notes = [f"{referee.target}: {about['version']}, seed {referee.seed}"]
     notes += [f"{len(cases) - len(verdicts)} cases were not run: --minutes is over"] * (len(verdicts) < len(cases))
-    for outcome in failures if out else []:
+    for outcome in failures:
         reply = referee.request(1, shard_positions, outcome.case)
-        if reply.status == "ok" and outcome.case.scores != "dropout":
+        if out is not None and reply.status == "ok" and outcome.case.scores != "dropout":
             title = f"{about['version'] or referee.target}: {outcome.sentence()}"
-            arguments = out / "reproductions", referee.target, title, outcome.case, referee.seed, reply.values[0]
-            notes.append(f"reproduction: {out / 'reproductions' / write_reproduction(*arguments)}")
+            arguments = referee.target, title, outcome.case, referee.seed, reply.values[0]
+            notes.append(f"reproduction: {write_reproduction(out / 'reproductions', *arguments)}")
     notes.append(", ".join(f"{count} {status}" for status, count in Counter(x.status for x in verdicts).items()))
     rows = [outcome.as_row() for outcome in (*verdicts, *refusals)]
     result = Result("conformance", UNITS, rows, [outcome.sentence() for outcome in failures], notes)

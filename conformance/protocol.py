@@ -203,7 +203,7 @@ def load_target(target: str) -> Target:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        adapter = import_module(module)
+        adapter: Any = import_module(module)
         adapter = getattr(adapter, name) if name else adapter
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"TARGET is {target!r}: it cannot be imported: {type(error).__name__}: {error}") from None

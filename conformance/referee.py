@@ -200,8 +200,7 @@ class Referee:
         device: str = "cpu", preload: Sequence[str] = PRELOADED,
     ) -> None:  # fmt: skip
         self.target, self.worlds, self.seed, self.deadline = target, worlds, seed, deadline
-        self._open = lambda world: Ranks(world, resolve_path(target), device, preload)
-        self._ranks: dict[int, Ranks] = {}
+        self._settings, self._ranks = (resolve_path(target), device, preload), dict[int, Ranks]()
 
     def run(self, case: Case, probe: bool = False) -> Reply:
         """Run a case on all its ranks."""
@@ -210,7 +209,7 @@ class Referee:
     def request(self, world: int, work: Callable[..., Any], *arguments: Any) -> Reply:
         """Call ``work(target, rank, *arguments)`` on every rank of a world."""
         if world not in self._ranks:
-            self._ranks[world] = self._open(world)
+            self._ranks[world] = Ranks(world, *self._settings)
         return self._ranks[world].run(work, *arguments, deadline=self.deadline)
 
     def describe(self) -> dict[str, Any]:

@@ -97,8 +97,10 @@ if __name__ == "__main__":
 '''
 
 
-def write_reproduction(folder: Path, target: str, title: str, case: Case, seed: int, positions: list[list[int]]) -> str:
-    """Write the program that repeats a case, and return its name.
+def write_reproduction(
+    folder: Path, target: str, title: str, case: Case, seed: int, positions: list[list[int]]
+) -> Path:
+    """Write the program that repeats a case, and return its path.
 
     The program contains the file of a ready adapter, and imports any other target.
     """
@@ -115,7 +117,7 @@ def write_reproduction(folder: Path, target: str, title: str, case: Case, seed: 
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(program)
-    return name
+    return folder / name
 
 
 def _literal(value: Any) -> str:

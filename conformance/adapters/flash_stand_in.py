@@ -60,7 +60,7 @@ def _flash_attn_varlen_forward(
     dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
     softcap: float, alibi_slopes: Any, return_softmax: bool,
 ) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
-    rest = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, False)
+    rest: Any = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, False)
     pairs = zip(_documents(cu_seqlens_q), _documents(cu_seqlens_k), strict=True)
     parts = [_flash_attn_forward(q[None, i], k[None, j], v[None, j], *rest) for i, j in pairs]
     return torch.cat([part[0][0] for part in parts]), torch.cat([part[1][0] for part in parts], -1), None, None
@@ -72,10 +72,11 @@ def _flash_attn_varlen_backward(
     softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
     alibi_slopes: Any, deterministic: bool, rng_state: Any = None,
 ) -> None:  # fmt: skip
-    rest = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic)
+    rest: Any = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, False)
     for i, j in zip(_documents(cu_seqlens_q), _documents(cu_seqlens_k), strict=True):
-        tensors = (dout[None, i], q[None, i], k[None, j], v[None, j], out[None, i], softmax_lse[None, :, i])
-        _flash_attn_backward(*tensors, dq[None, i], dk[None, j], dv[None, j], *rest)
+        tensors: Any = (dout[None, i], q[None, i], k[None, j], v[None, j], out[None, i], softmax_lse[None, :, i])
+        arguments: list[Any] = [*tensors, dq[None, i], dk[None, j], dv[None, j], *rest]
+        _flash_attn_backward(*arguments)
 
 
 def install_flash_stand_in() -> str:

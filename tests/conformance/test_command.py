@@ -70,9 +70,9 @@ CASES = [
 def test_a_reproduction_has_the_same_inputs_and_truth(case: Case, tmp_path: Path) -> None:
     positions = [[*range(case.tokens // 2)], [*range(case.tokens // 2, case.tokens)]]
     target = "lucidrains" if case.dtype == "float32" else "zhuzilin"  # whose adapter uses another file
-    name = reproduce.write_reproduction(tmp_path, target, 'a "title"', case, 3, positions)
+    path = reproduce.write_reproduction(tmp_path, target, 'a "title"', case, 3, positions)
     scope: dict[str, Any] = {"__name__": "a copy"}
-    exec(compile((tmp_path / name).read_text(), name, "exec"), scope)
+    exec(compile(path.read_text(), path.name, "exec"), scope)
     whole, dlse = scope["inputs"]()
     ours = case.inputs(3)
     assert all(torch.equal(whole[key], ours[key]) for key in whole) and torch.equal(dlse, ours["dlse"])
@@ -84,10 +84,9 @@ def test_a_reproduction_has_the_same_inputs_and_truth(case: Case, tmp_path: Path
 @pytest.mark.nightly
 def test_a_reproduction_needs_only_torch_and_the_target(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def attend(q, k, v, call):\n    return q * 0 + k[:, :, :1]\n")
-    name = reproduce.write_reproduction(tmp_path, "mine", "title", Case(), 0, [[*range(16)], [*range(16, 32)]])
-    source = (tmp_path / name).read_text()
-    assert "ringattn" not in source
-    ran = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True)
+    path = reproduce.write_reproduction(tmp_path, "mine", "title", Case(), 0, [[*range(16)], [*range(16, 32)]])
+    assert "ringattn" not in path.read_text()
+    ran = subprocess.run([sys.executable, path.name], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0 and ran.stdout.count("is off by") == 8, ran.stdout + ran.stderr
 
 
