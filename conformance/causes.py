@@ -67,17 +67,15 @@ def find_cause(evidence: Evidence) -> str:
         rows = (evidence.expected.difference("out", out) / evidence.expected.limits["out"]).nan_to_num(2.0) > 1
         if blind.any() and not rows[~blind.expand(rows.shape[:3])].any():
             return BLIND
-        return _match(evidence, _outputs(evidence)) or _visibility(evidence) or _fallback(evidence, "out")
+        if not out.isfinite().all():
+            return NOT_FINITE
+        return _match(evidence, _outputs(evidence)) or _visibility(evidence) or NO_CAUSE
     if evidence.is_wrong("lse"):
         return _match(evidence, _outputs(evidence)) or NO_CAUSE
     for name in ("dk", "dv", "dq", "dsink"):
         if evidence.is_wrong(name) and not evidence.actual[name].any():
             return f"{NO_GRADIENT}: {name}"
     return _match(evidence, _gradients(evidence)) or _mixture(evidence) or _misrouted(evidence) or NO_CAUSE
-
-
-def _fallback(evidence: Evidence, name: str) -> str:
-    return NO_CAUSE if evidence.actual[name].isfinite().all() else NOT_FINITE
 
 
 def _match(evidence: Evidence, hypotheses: Iterator[Hypothesis]) -> str:

@@ -44,8 +44,8 @@ class Reply(NamedTuple):
 class Ranks:
     """Processes of one process group that load one target."""
 
-    def __init__(self, world: int, target: str, device: str = "cpu", preload: Sequence[str] = PRELOADED) -> None:
-        FORKED.set_forkserver_preload([*preload])  # without effect if the server runs
+    def __init__(self, world: int, target: str, device: str = "cpu", preload: Sequence[str] = ()) -> None:
+        FORKED.set_forkserver_preload([*(preload or PRELOADED)])  # without effect if the server runs
         self.world, self.target, self.device = world, target, device
         self._folder = Path(tempfile.mkdtemp(prefix="ringattn-"))
         self._processes: list[Any] = []

@@ -16,7 +16,7 @@ from .cases import DROPOUT, Case
 from .causes import DROPOUT_RATE, DROPOUT_WORLD, ROUNDING, Evidence, find_cause
 from .oracle import GRADIENTS, Expected, Results, attend_plainly, compute_expected
 from .protocol import AXES, HINTS, resolve_path
-from .ranks import PRELOADED, Ranks, Reply
+from .ranks import Ranks, Reply
 from .worker import describe, run_case
 
 RIGHT, WRONG, REFUSED, RAISES, HANGS, DIES, MISUSE = "right", "wrong", "refused", "raises", "hangs", "dies", "misuse"
@@ -197,7 +197,7 @@ class Referee:
 
     def __init__(
         self, target: str, *, worlds: Sequence[int] = (1, 2, 3, 4, 5, 6), seed: int = 0, deadline: float = 30.0,
-        device: str = "cpu", preload: Sequence[str] = PRELOADED,
+        device: str = "cpu", preload: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.target, self.worlds, self.seed, self.deadline = target, worlds, seed, deadline
         self._settings, self._ranks = (resolve_path(target), device, preload), dict[int, Ranks]()

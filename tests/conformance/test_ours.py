@@ -10,6 +10,7 @@ from ringattn.conformance.protocol import default_positions
 from ringattn.conformance.referee import RIGHT, Referee
 
 from ..support.mask_cases import RingCase, check_case
+from ..support.rank_processes import PRELOADED
 
 CASES = select_cases(lambda case: "", (1, 2, 3, 4, 5, 6))[0]
 
@@ -31,7 +32,7 @@ def test_a_case_is_as_exact_as_pytorch(case: Case) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_case_is_right_in_processes() -> None:
-    with Referee("ringattn") as referee:
+    with Referee("ringattn", preload=PRELOADED) as referee:
         cases = referee.describe()["cases"]
         assert {case.world for case in cases} == {1, 2, 3, 4, 5, 6}
         assert [outcome.sentence() for outcome in referee.outcomes(cases) if outcome.status != RIGHT] == []

@@ -24,7 +24,7 @@ from ringattn.reference.scores import ScoreOptions, apply_score_options, dropout
 DEFECTS = {
     "document": causes.DOCUMENT, "future": causes.FUTURE, "window": causes.WINDOW_EDGE, "sink": causes.SINK,
     "lse": causes.BASE_2, "scale": causes.SCALE_TWICE, "heads": causes.HEADS, "unreduced": causes.LOCAL,
-    "shard": causes.SHIFTED, "stale": causes.STALE, "zero": causes.ZERO, "dropout": causes.DROPOUT_WORLD,
+    "shard": causes.SHIFTED, "stale": causes.STALE, "zero": causes.ZERO, "nan": causes.NOT_FINITE, "dropout": causes.DROPOUT_WORLD,
     "merge": causes.UNSCALED, "padding": causes.PADDING, "unseen": causes.UNSEEN, "factor": "dk is 2 dk",
     "misrouted": causes.MISROUTED,
 }  # fmt: skip
@@ -122,7 +122,9 @@ class BrokenRing(torch.autograd.Function):
                 kv = rotate(call, owner, kv)
         out = out.transpose(1, 2).to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        return out * (defect != "zero"), lse / (torch.log(torch.tensor(2.0)) if defect == "lse" else 1.0)
+        return out * {"zero": 0.0, "nan": torch.nan}.get(defect, 1.0), lse / (
+            torch.log(torch.tensor(2.0)) if defect == "lse" else 1.0
+        )
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
