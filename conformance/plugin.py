@@ -45,11 +45,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "conformance_case" in metafunc.fixturenames:
         cases = []
         if metafunc.config.getoption("--target"):
-            with _open_referee(metafunc.config) as referee:
-                try:
+            try:
+                with _open_referee(metafunc.config) as referee:
                     cases = sorted(referee.describe()["cases"], key=lambda case: case.world)
-                except ValueError as error:
-                    raise pytest.UsageError(str(error)) from None
+            except ValueError as error:
+                raise pytest.UsageError(str(error)) from None
         metafunc.parametrize("conformance_case", cases, ids=lambda case: case.id)
 
 

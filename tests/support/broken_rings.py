@@ -24,9 +24,9 @@ from ringattn.reference.scores import ScoreOptions, apply_score_options, dropout
 DEFECTS = {
     "document": causes.DOCUMENT, "future": causes.FUTURE, "window": causes.WINDOW_EDGE, "sink": causes.SINK,
     "lse": causes.BASE_2, "scale": causes.SCALE_TWICE, "heads": causes.HEADS, "unreduced": causes.LOCAL,
-    "shard": causes.SHIFTED, "stale": causes.STALE, "zero": causes.ZERO, "nan": causes.NOT_FINITE, "dropout": causes.DROPOUT_WORLD,
-    "merge": causes.UNSCALED, "padding": causes.PADDING, "unseen": causes.UNSEEN, "factor": "dk is 2 dk",
-    "misrouted": causes.MISROUTED,
+    "shard": causes.SHIFTED, "stale": causes.STALE, "zero": causes.ZERO, "nan": causes.NOT_FINITE,
+    "dropout": causes.DROPOUT_WORLD, "merge": causes.UNSCALED, "padding": causes.PADDING, "unseen": causes.UNSEEN,
+    "factor": "dk is 2 dk", "misrouted": causes.MISROUTED,
 }  # fmt: skip
 """The cause that each defect must be given."""
 
