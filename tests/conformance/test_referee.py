@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from ringattn.conformance.causes import BASE_2_MERGE, DOCUMENT, FUTURE
 from ringattn.conformance.merge import judge_merge
 from ringattn.conformance.model import judge_model
 from ringattn.conformance.protocol import AXES, Target
-from ringattn.conformance.ranks import Ranks
+from ringattn.conformance.ranks import Ranks, Reply
 from ringattn.conformance.referee import Outcome, Referee, VerdictJournal, judge
 from ringattn.conformance.worker import run_case
 
@@ -83,6 +85,15 @@ def test_registered_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert protocol.load_target("mine").adapter is bad_targets
     with pytest.raises(ValueError, match="already registered"):
         protocol.register("lucidrains", bad_targets.__name__)
+
+
+def test_the_example_of_the_protocol_is_right() -> None:
+    example, case = dict[str, Any](), Case(world=1, heads="4/4")
+    exec(dedent(str(protocol.__doc__).partition("::\n")[2].partition("\n\nOnly")[0]), example)
+    target = Target("example", SimpleNamespace(**example))
+    assert target.refusal(case) == "" and "window" in target.refusal(replace(case, mask="window"))
+    outcome = judge(case, 0, lambda case, probe: Reply("ok", [run_case(target, 0, case, 0, probe)]))
+    assert outcome.status == "right", outcome.sentence()
 
 
 def test_every_supported_pair_of_values_is_chosen() -> None:
