@@ -147,7 +147,6 @@ def resolve_path(target: str) -> str:
 class Target:
     """A loaded target with the defaults of :class:`Adapter`."""
 
-    path: str
     adapter: Any
 
     @property
@@ -211,4 +210,4 @@ def load_target(target: str) -> Target:
         if isinstance(adapter, ModuleType) or not callable(adapter):
             raise ValueError(f"TARGET is {target!r}: {path} has no function attend and is no function.")
         adapter = SimpleNamespace(attend=adapter)
-    return Target(path, adapter)
+    return Target(adapter)

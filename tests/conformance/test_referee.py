@@ -90,7 +90,7 @@ def test_registered_names(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_example_of_the_protocol_is_right() -> None:
     example, case = dict[str, Any](), Case(world=1, heads="4/4")
     exec(dedent(str(protocol.__doc__).partition("::\n")[2].partition("\n\nOnly")[0]), example)
-    target = Target("example", SimpleNamespace(**example))
+    target = Target(SimpleNamespace(**example))
     assert target.refusal(case) == "" and "window" in target.refusal(replace(case, mask="window"))
     outcome = judge(case, 0, lambda case, probe: Reply("ok", [run_case(target, 0, case, 0, probe)]))
     assert outcome.status == "right", outcome.sentence()
