@@ -104,7 +104,7 @@ def conformance(
     name = target or model or merge
     with Referee(name, worlds=worlds, seed=seed, deadline=deadline, device=device) as referee:
         if target:
-            result, text = judge_target(referee, minutes * 60, only, out)
+            result, text = judge_cases(referee, minutes * 60, only, out)
         else:
             from .merge import judge_merge
             from .model import judge_model
@@ -117,7 +117,7 @@ def conformance(
     finish_command(result, json, csv, text=text)
 
 
-def judge_target(referee: Referee, seconds: float, only: str, out: Path | None) -> tuple[Result, str]:
+def judge_cases(referee: Referee, seconds: float, only: str, out: Path | None) -> tuple[Result, str]:
     """Judge the cases of a target; return the result and its text for a terminal."""
     from ..bench.common.progress import progress
     from .referee import REFUSED, Outcome, VerdictJournal

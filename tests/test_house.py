@@ -220,7 +220,7 @@ UNCLEAR_OPENINGS = re.compile(
     r"|Its|Their|Those|They|All|One|Every)\b"
 )
 """First words of a docstring that do not say what the code does."""
-SAME_NAMES = {"register", "attend", "supports", "positions"}
+SAME_NAMES = {"register", "attend", "supports", "positions", "version"}
 """Public names that several modules may define, because the framework prescribes them."""
 
 Definition = ast.FunctionDef | ast.ClassDef
