@@ -221,7 +221,7 @@ UNCLEAR_OPENINGS = re.compile(
 )
 """First words of a docstring that do not say what the code does."""
 SAME_NAMES = {"register", "attend", "supports", "positions", "version"}
-"""Public names that several modules may define, because the framework prescribes them."""
+"""Public names that several modules may define, because a framework or a protocol prescribes them."""
 
 Definition = ast.FunctionDef | ast.ClassDef
 
