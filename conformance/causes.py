@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,8 +55,7 @@ class Evidence:
         """Return True if a result is what ``alternative`` would give, and not just near the exact result."""
         limit, actual = self.expected.limits[name], self.actual[name].double()
         off, gap = (actual - alternative.double()).abs(), self.expected.distance(name, actual)
-        off = torch.where(actual == alternative, 0.0, off).max().item()
-        return bool(off <= limit * max(1.0, 0.02 * gap))
+        return bool(torch.where(actual == alternative, 0.0, off).max().item() <= limit * max(1.0, 0.02 * gap))
 
 
 def find_cause(evidence: Evidence) -> str:
@@ -101,7 +101,7 @@ def _outputs(evidence: Evidence) -> Iterator[Hypothesis]:
         yield HEADS, outputs(attend_plainly(whole, case, heads=torch.arange(call.heads) % call.kv_heads))
     scale = call.softmax_scale or call.head_dim**-0.5
     yield SCALE_TWICE, outputs(attend_plainly(whole, case, softmax_scale=scale**2))
-    neutral = {"softmax_scale": None, "softcap": 0.0, "alibi_slopes": None}
+    neutral: dict[str, Any] = {"softmax_scale": None, "softcap": 0.0, "alibi_slopes": None}
     for name, value in neutral.items():
         if getattr(call, name) is not None and getattr(call, name) != 0.0:
             yield f"{name} is ignored", outputs(attend_plainly(whole, case, **{name: value}))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bench.common import flags
-from ..bench.common.result import Result, finish_command
+from ..bench.common.result import Result, Row, finish_command
 from .protocol import AXES
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def judge_cases(referee: Referee, seconds: float, only: str, out: Path | None) -
             arguments = referee.target, title, outcome.case, referee.seed, reply.values[0]
             notes.append(f"reproduction: {write_reproduction(out / 'reproductions', *arguments)}")
     notes.append(", ".join(f"{count} {status}" for status, count in Counter(x.status for x in verdicts).items()))
-    rows = [outcome.as_row() for outcome in (*verdicts, *refusals)]
+    rows: list[Row] = [outcome.as_row() for outcome in (*verdicts, *refusals)]
     result = Result("conformance", UNITS, rows, [outcome.sentence() for outcome in failures], notes)
     text = "\n".join([count_outcomes_by_axis([*verdicts, *refusals]), *notes, *(f"FAILED: {x}" for x in result.failed)])
     return result, text

@@ -125,7 +125,7 @@ def _sizes(case: Case, whole: Results, plain: Results) -> dict[str, float]:
     delta = (dout * plain["out"].transpose(1, 2).abs()).sum(-1, keepdim=True)
     delta = delta + whole["dlse"].double().abs()[..., None] * call.needs_lse
     ds = weights * (dout @ v.mT + delta) * (call.softmax_scale or call.head_dim**-0.5)
-    dk, dv = ((x @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds.mT, q), (weights.mT, dout)))
+    dk, dv = ((x @ y).reshape(len(x), -1, group, *y.shape[2:]).sum(2) for x, y in ((ds.mT, q), (weights.mT, dout)))
     lse = plain["lse"]
     sizes = {"out": weights @ v, "lse": lse[lse.isfinite()].abs(), "dq": ds @ k, "dk": dk, "dv": dv}
     # A score is a sum of products, and its rounding changes lse and the weights by as much.

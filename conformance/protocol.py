@@ -182,8 +182,8 @@ def default_positions(call: TargetCall) -> Tensor:
         parts = whole.chunk(2 * call.world)
         return torch.cat([parts[call.rank], parts[2 * call.world - 1 - call.rank]])
     if call.layout == "uneven":
-        return whole.split(uneven_lengths(call.world))[call.rank]
-    return whole.chunk(call.world)[call.rank]
+        return torch.split(whole, uneven_lengths(call.world))[call.rank]
+    return torch.chunk(whole, call.world)[call.rank]
 
 
 def uneven_lengths(world: int) -> list[int]:

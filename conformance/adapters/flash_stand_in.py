@@ -48,7 +48,8 @@ def _flash_attn_backward(
     ds = weights * (torch.einsum("bihd,bjhd->bhij", dout.float(), values) - delta) * softmax_scale
     dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, keys))
     for into, left, right in ((dk, ds, q), (dv, weights, dout)):
-        into.copy_(torch.einsum("bhij,bihd->bjhd", left, right.float()).unflatten(2, (-1, groups)).sum(3))
+        grad = torch.einsum("bhij,bihd->bjhd", left, right.float())
+        into.copy_(grad.reshape(*into.shape[:3], groups, into.shape[3]).sum(3))
 
 
 def _documents(edges: Tensor) -> list[slice]:

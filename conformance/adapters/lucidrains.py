@@ -22,7 +22,7 @@ def supports(call: Any) -> str:
     return "one rank has no ring over gloo" if call.world == 1 else "stripes need a causal mask" if striped else ""
 
 
-def positions(call: Any) -> Tensor:
+def positions(call: Any) -> Any:
     """Return contiguous tokens; for stripes bucket ``j`` of ``n`` has the tokens ``j``, ``j + n``, ``j + 2 n``, …."""
     whole = torch.arange(call.tokens)
     order = whole.view(BUCKET, -1).t().reshape(-1) if call.layout == "striped" else whole

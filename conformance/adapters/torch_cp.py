@@ -102,7 +102,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
     from torch.nn.attention import flex_attention as flex
 
-    flex._DEFAULT_SPARSE_BLOCK_SIZE, theirs._compiled_create_block_mask = 16, flex.create_block_mask
+    flex._DEFAULT_SPARSE_BLOCK_SIZE = 16
+    theirs._compiled_create_block_mask = flex.create_block_mask  # type: ignore[assignment]
     theirs._cp_options.enable_load_balance = False
     edges = torch.tensor(call.cu_seqlens or (0,))
     document = torch.bucketize(torch.arange(call.tokens), edges, right=True)

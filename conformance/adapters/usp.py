@@ -32,7 +32,7 @@ def supports(call: Any) -> str:
     return "zigzag needs a causal mask" if call.layout == "zigzag" and not call.causal else ""
 
 
-def positions(call: Any) -> Tensor:
+def positions(call: Any) -> Any:
     """Return the tokens that its ``EXTRACT_FUNC_DICT`` gives a rank."""
     ring, ulysses = _degrees(call)
     whole = torch.arange(call.tokens)

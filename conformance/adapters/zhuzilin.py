@@ -56,7 +56,7 @@ def _varlen_supports(call: Any) -> str:
     return "it takes packed documents" if call.cu_seqlens is None else supports(call)
 
 
-def _varlen_positions(call: Any) -> Tensor:
+def _varlen_positions(call: Any) -> Any:
     """Return each document's share, for zigzag; else contiguous tokens of all (the functions ``llama3``)."""
     whole = torch.arange(call.tokens)
     if call.layout == "contiguous":

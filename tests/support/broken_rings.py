@@ -52,7 +52,7 @@ def rotate(call: TargetCall, owner: int, tensors: list[Tensor]) -> list[Tensor]:
     requests = [dist.isend(x.contiguous(), right, tag=i) for i, x in enumerate(tensors)]
     requests += [dist.irecv(x, left, tag=i) for i, x in enumerate(received)]
     for request in requests:
-        request.wait()
+        request.wait()  # type: ignore[union-attr]
     return received
 
 
