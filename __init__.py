@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import autotune, bench, comm, examples, integrations, kernels, reference, ring, tools
+    from . import autotune, bench, comm, conformance, examples, integrations, kernels, reference, ring, tools
     from .comm import LocalWorld, single_rank
     from .ring import (
         Documents,
@@ -48,6 +48,7 @@ __all__ = [
     "bench",
     "checkpoint_policy",
     "comm",
+    "conformance",
     "examples",
     "halo",
     "integrations",
@@ -70,6 +71,7 @@ _FOLDERS = (
     "autotune",
     "bench",
     "comm",
+    "conformance",
     "examples",
     "integrations",
     "kernels",

@@ -154,6 +154,10 @@ COMMANDS = {
     "doctor": ("tools.doctor.command", "Check that this machine can run a ring; if not, print what to fix first."),
     "predict": ("bench.predict.command", "Predict the time of a ring of any size by simulating its real loops."),
     "export": ("tools.export.command", "Export kernels for C++ frameworks: cubin, C launcher and manifest."),
+    "conformance": (
+        "conformance.command",
+        "Judge any context-parallel attention against float64: masks, ranks, gradients.",
+    ),
     "report": (
         "bench.report.command",
         "Write an HTML page from a folder of results: failures, timelines, plots, numbers.",

@@ -32,6 +32,7 @@ ARROWS = {
     "ring": {"kernels", "comm", "validators", "__version__"},
     "integrations": {*ringattn.__all__},
     "reference": set[str](),
+    "conformance": {"", "bench", "reference"},  # the reference is its truth; only its adapters import the public API
     "examples": {*ringattn.__all__},
 }
 """What else of this package each folder may import; ``autotune``, ``bench`` and ``tools`` may import all but tests."""
@@ -219,8 +220,8 @@ UNCLEAR_OPENINGS = re.compile(
     r"|Its|Their|Those|They|All|One|Every)\b"
 )
 """First words of a docstring that do not say what the code does."""
-SAME_NAMES = {"register"}
-"""Public names that several modules may define, because the framework prescribes them."""
+SAME_NAMES = {"register", "attend", "supports", "positions", "version"}
+"""Public names that several modules may define, because a framework or a protocol prescribes them."""
 
 Definition = ast.FunctionDef | ast.ClassDef
 

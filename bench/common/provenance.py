@@ -22,7 +22,7 @@ from ...comm.topology.nvml import pairs_by_link
 from .ranks import cores
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = ("kernels", "comm", "autotune", "ring", "reference", "bench")
+CODE = ("kernels", "comm", "autotune", "ring", "reference", "conformance", "bench")
 PACKAGES = ("torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "ring-attention-pytorch")
 
 

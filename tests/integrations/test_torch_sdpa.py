@@ -20,9 +20,9 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ringattn import Layout, LocalWorld, ring_attention
+from ringattn.conformance.cases import pairwise_cases
 from ringattn.integrations.torch_sdpa import load_balancer_layout, ring_sdpa
 
-from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 

@@ -9,9 +9,9 @@ import torch
 
 from ringattn import Layout, ring_attention
 from ringattn.comm import LocalGroup
+from ringattn.conformance.cases import pairwise_cases
 
 from ..support.mask_cases import RingCase, combine_ranks, compare_with_expected, expected_results, start_call
-from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 
 MASKS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn import Layout
+from ringattn.conformance.cases import pairwise_cases
 from ringattn.kernels import FULL, Bounds
 from ringattn.ring.cpu import aten
 from ringattn.ring.cpu.aten import ATEN
@@ -18,7 +19,6 @@ from ringattn.ring.local import regions as cutting
 from ringattn.ring.local.regions import RegionKind
 
 from ..support.baselines import Results
-from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, check_results, check_ring, inputs, run_ring
 
 SCALE = 0.25  # the default scale for head dim 16

@@ -18,19 +18,18 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention, unshard
 from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
+from ringattn.conformance.cases import pairwise_cases
 from ringattn.kernels import attention
 from ringattn.ring import ring as ring_module
 from ringattn.ring.buffers import PostKey, RingCall
 from ringattn.ring.ring import default_ring
 
 from ..support.kernel_cases import tiles
-from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ranks, run_ring
 from ..support.transport_cases import CallbackFence, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-WORLDS = (1, 2, 3, 4, 8)
 GRIDS = {
     "2x2": Topology.grid(2, 2),
     "2x4": Topology.grid(2, 4),
@@ -44,19 +43,6 @@ GRIDS = {
 def shards(layout: Layout, whole: dict[str, Tensor], group: LocalGroup) -> list[Tensor]:
     """Return q, k and v of a rank."""
     return [layout.shard(whole[name], group.rank()) for name in "qkv"]
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_aten_ring_is_exact(world: int, name: str, causal: bool) -> None:
-    check_ring(LAYOUTS[name](67, world), inputs(67), causal=causal, backend="aten")
-
-
-@pytest.mark.parametrize(("name", "world", "dtype"), pairwise_cases(LAYOUTS, (2, 8), (torch.bfloat16, torch.float16)))
-def test_aten_ring_is_exact_in_16_bit(name: str, world: int, dtype: torch.dtype) -> None:
-    check_ring(LAYOUTS[name](130, world), inputs(130, dtype=dtype), causal=True, backend="aten")
 
 
 TRITON = {"causal": True, "backend": "triton"}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringattn import Layout, Ring, reference, ring_attention
 from ringattn.comm import LocalGroup, Topology
+from ringattn.conformance.cases import pairwise_cases
 from ringattn.ring.schedule.layout import Documents
 from ringattn.ring.schedule.mask import BlockMask, Mask, bigbird, fixed, longformer, strided
 from ringattn.ring.schedule.visibility import sent_keys
@@ -27,7 +28,6 @@ from ..support.mask_cases import (
     run_ring_case,
     take_rank_tokens,
 )
-from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_core")

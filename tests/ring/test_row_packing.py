@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ringattn import Layout, ring_attention
+from ringattn.conformance.cases import pairwise_cases
 from ringattn.ring import BlockMask, longformer, prefix_tree
 from ringattn.ring.args import AttentionArgs
 from ringattn.ring.prepare import Layouts, extract_row_masks
 
 from ..support.baselines import Results
 from ..support.mask_cases import RingCase, check_case, compare_with_expected, expected_results, run_ring_case
-from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs
 
 TOKENS, BATCH = 36, 3

@@ -16,11 +16,11 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention, shard, unshard
 from ringattn.comm import Limits, LocalGroup, group_rank_size, open_transport
 from ringattn.comm.transports.local import LocalTransport
 from ringattn.comm.world import DEFAULT_TIMEOUT, LocalMesh
+from ringattn.conformance.cases import pairwise_cases
 from ringattn.ring.mesh import resolve_mesh_rings, ring_layout, ulysses_layout
 from ringattn.ring.ring import default_ring
 
 from ..support.mask_cases import RingCase, check_case
-from ..support.pairwise import pairwise_cases
 from ..support.rank_processes import call_outcome
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 from ..support.transport_cases import HANGS

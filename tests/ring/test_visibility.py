@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.bench.common.attention import random_boundaries
+from ringattn.conformance.cases import pairwise_cases
 from ringattn.ring.schedule import visibility as module
 from ringattn.ring.schedule.intervals import Intervals
 from ringattn.ring.schedule.layout import Documents, Layout
@@ -28,7 +29,6 @@ from ..support.layouts import (
     masks,
     visible_shards,
 )
-from ..support.pairwise import pairwise_cases
 from ..support.plan_timing import clear_plan_caches, plan_within
 
 MILLION, WORLD = 2**20, 64

@@ -1,0 +1,152 @@
+"""``ringattn conformance``: a referee for anybody's context-parallel attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..bench.common import flags
+from ..bench.common.result import Result, Row, finish_command
+from .protocol import AXES
+
+if TYPE_CHECKING:
+    from .referee import Outcome, Referee
+
+UNITS = dict.fromkeys(("status", "cause", *AXES, "where", "error", "message", "notes"), "")
+MAX_WORLD = 64
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def count_outcomes_by_axis(outcomes: Iterable[Outcome]) -> str:
+    """Return the matrix of verdicts: a line for every value of every axis, a column for every status."""
+    from .referee import STATUSES
+
+    rows = [*outcomes]
+    present = [status for status in STATUSES if any(row.status == status for row in rows)]
+    lines = [f"{'':28}" + "".join(f"{status:>9}" for status in present)]
+    for axis, values in {**AXES, "all": ("",)}.items():
+        for value in sorted(values) if axis == "world" else values:
+            counts = Counter(row.status for row in rows if axis == "all" or getattr(row.case, axis) == value)
+            if counts:
+                label = f"{axis} {value}".strip()
+                lines.append(f"{label:28}" + "".join(f"{counts[status] or '':>9}" for status in present))
+    return "\n".join(lines)
+
+
+def first_of_each_kind(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Return the first failure of each status and cause; numbers and tokens in a cause do not count."""
+    from .referee import FAILURES
+
+    kinds = dict[tuple[str, str], Any]()
+    for outcome in outcomes:
+        if outcome.status in FAILURES:
+            kind = outcome.cause.partition("(")[0] or outcome.message.partition(":")[0]
+            kinds.setdefault((outcome.status, kind), outcome)
+    return [*kinds.values()]
+
+
+@app.command()
+def conformance(
+    context: typer.Context,
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="package.module[:name], or the name of a ready adapter.")
+    ] = "",
+    model: Annotated[str, typer.Option(metavar="PACKAGE:BUILD", help="Check a model's tokens to logits instead.")] = "",
+    merge: Annotated[str, typer.Option(metavar="PACKAGE:FUNCTION", help="Check a merge of (out, lse) instead.")] = "",
+    minutes: Annotated[float, typer.Option(min=0.0, help="Time budget; simple cases come first.")] = 10.0,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for one case, then its processes end.")] = 30.0,
+    worlds: Annotated[
+        Any, typer.Option("--world", parser=flags.counts, metavar="N,…", help="Numbers of ranks.")
+    ] = "1,2,3,4,5,6",
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Run only cases whose id contains TEXT.")] = "",
+    seed: flags.Seed = 0,
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, one GPU per rank).")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write results and reproductions; continue an earlier run.")
+    ] = None,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
+) -> None:
+    """Judge a context-parallel attention against float64 on masks, layouts, ranks, dtypes, heads and gradients.
+
+    Each case is right, wrong (with the cause), refused, or it raises, hangs, dies or misuses the protocol. Exit with
+    code 1 unless every case is right or refused by name.
+    """
+    if sum(map(bool, (target, model, merge))) != 1:
+        raise typer.BadParameter("Name one of TARGET, --model and --merge.")
+    for flag, name, unused in (
+        ("--model", model, {"minutes", "only"}),
+        ("--merge", merge, {"minutes", "only", "worlds"}),
+    ):
+        if name:
+            flags.check_mode(context, f"with {flag}", {*flags.flag_spellings(context)} - unused)
+    if max(worlds) > MAX_WORLD:
+        raise typer.BadParameter(f"--world is {max(worlds)}: it must be at most {MAX_WORLD}")
+    import torch
+
+    from ..bench.common.output import is_printing_rank, write_json
+    from ..bench.common.provenance import provenance
+    from .referee import Referee
+
+    if not is_printing_rank():
+        return  # the ranks of targets are child processes
+    flags.parse_device_kind(device)
+    if device == "cuda" and max(worlds) > torch.cuda.device_count():
+        raise typer.BadParameter(f"--world is {max(worlds)}: this machine has {torch.cuda.device_count()} GPUs")
+    if out is not None:
+        flags.check_folder("--out", out)
+        out.mkdir(parents=True, exist_ok=True)
+    name = target or model or merge
+    with Referee(name, worlds=worlds, seed=seed, deadline=deadline, device=device) as referee:
+        if target:
+            result, text = judge_cases(referee, minutes * 60, only, out)
+        else:
+            from .merge import judge_merge
+            from .model import judge_model
+
+            result = judge_model(referee) if model else judge_merge(referee)
+            text = None
+    result.provenance = provenance(torch.device(device))
+    if out is not None:
+        write_json(out / "conformance.json", result.as_json())
+    finish_command(result, json, csv, text=text)
+
+
+def judge_cases(referee: Referee, seconds: float, only: str, out: Path | None) -> tuple[Result, str]:
+    """Judge the cases of a target; return the result and its text for a terminal."""
+    from ..bench.common.progress import progress
+    from .referee import REFUSED, Outcome, VerdictJournal
+    from .reproduce import write_reproduction
+    from .worker import shard_positions
+
+    about = referee.describe()
+    header = {"target": referee.target, "version": about["version"], "seed": referee.seed}
+    journal = VerdictJournal(out / "journal.jsonl" if out else None, header)
+    cases = [case for case in about["cases"] if only in case.id]
+    open_cases = [case for case in cases if case not in journal.outcomes]
+    with progress() as step:
+        step(referee.target, len(open_cases))
+        for outcome in referee.outcomes(open_cases, seconds):
+            journal.add(outcome)
+            step(referee.target, None)
+    refusals = [Outcome(case, REFUSED, message=reason) for case, reason in about["refused"].items()]
+    verdicts = [journal.outcomes[case] for case in cases if case in journal.outcomes]
+    failures = first_of_each_kind(verdicts)
+    notes = [f"{referee.target}: {about['version']}, seed {referee.seed}"]
+    notes += [f"{len(cases) - len(verdicts)} cases were not run: --minutes is over"] * (len(verdicts) < len(cases))
+    for outcome in failures:
+        reply = referee.request(1, shard_positions, outcome.case)
+        if out is not None and reply.status == "ok" and outcome.case.scores != "dropout":
+            title = f"{about['version'] or referee.target}: {outcome.sentence()}"
+            arguments = referee.target, title, outcome.case, referee.seed, reply.values[0]
+            notes.append(f"reproduction: {write_reproduction(out / 'reproductions', *arguments)}")
+    notes.append(", ".join(f"{count} {status}" for status, count in Counter(x.status for x in verdicts).items()))
+    rows: list[Row] = [outcome.as_row() for outcome in (*verdicts, *refusals)]
+    result = Result("conformance", UNITS, rows, [outcome.sentence() for outcome in failures], notes)
+    text = "\n".join([count_outcomes_by_axis([*verdicts, *refusals]), *notes, *(f"FAILED: {x}" for x in result.failed)])
+    return result, text

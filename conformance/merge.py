@@ -1,0 +1,91 @@
+"""Check of a correction step: a function that merges ``(out, lse)`` parts of attention over different keys.
+
+``merge(outs, lses)`` gets lists of ``[B, S, H, D]`` and of ``[B, H, S]`` (float32, natural log) and returns both
+merged. A row that sees no key has ``out = 0`` and ``lse = -inf``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..bench.common.result import Result
+from .causes import BASE_2_MERGE, BLIND, NO_CAUSE, NOT_FINITE, UNSCALED
+from .protocol import Target
+
+if TYPE_CHECKING:
+    from .referee import Referee
+
+KINDS = {
+    "two parts": 2, "five parts": 5, "one part": 1, "bfloat16 parts": 3, "rows that one part does not see": 3,
+    "rows that no part sees": 3, "large lse": 3, "parts in reverse": 5,
+}  # fmt: skip
+"""Kinds of parts, and how many there are."""
+UNITS = dict.fromkeys(("case", "status", "cause", "error", "message"), "")
+Parts = tuple[list[Tensor], list[Tensor]]
+
+
+def build_parts(kind: str, seed: int) -> Parts:
+    """Return the parts ``(outs, lses)`` of a kind."""
+    generator = torch.Generator().manual_seed(seed)
+    outs = [torch.randn(2, 8, 3, 16, generator=generator) for _ in range(KINDS[kind])]
+    lses = [3 * torch.randn(2, 3, 8, generator=generator) for _ in outs]
+    blind = {"rows that one part does not see": lses[:1], "rows that no part sees": lses}.get(kind, [])
+    for out, lse in zip(outs, blind, strict=False):
+        lse[:, :, ::3], out[:, ::3] = -torch.inf, 0.0
+    lses = [lse + 300 * (kind == "large lse") for lse in lses]
+    outs = [out.bfloat16() if kind == "bfloat16 parts" else out for out in outs]
+    return (outs[::-1], lses[::-1]) if kind == "parts in reverse" else (outs, lses)
+
+
+def merge_parts(target: Target, rank: int, kind: str, seed: int) -> list[Tensor]:
+    """Call the target on one rank."""
+    return [*target.adapter.attend(*build_parts(kind, seed))]
+
+
+def weigh_parts(outs: list[Tensor], weights: Tensor, *, is_mean: bool = True) -> Tensor:
+    """Return the weighted mean or sum of parts in float64; ``weights`` are ``[parts, B, H, S]``."""
+    scaled = weights.transpose(2, 3)[..., None]
+    total = (torch.stack(outs).double() * scaled).sum(0)
+    return total / scaled.sum(0).clamp(min=1e-300) if is_mean else total
+
+
+def _alternatives(outs: list[Tensor], lse: Tensor) -> Iterator[tuple[str, Tensor]]:
+    relative = (lse - lse.amax(0)).nan_to_num(nan=0.0, neginf=-torch.inf)
+    yield BASE_2_MERGE, weigh_parts(outs, relative.exp2())
+    yield UNSCALED, weigh_parts(outs, torch.ones_like(lse))
+    yield UNSCALED, weigh_parts(outs, torch.ones_like(lse), is_mean=False)
+
+
+def judge_merge(referee: Referee) -> Result:
+    """Judge a merge function on every kind of parts."""
+    result = Result("conformance --merge", UNITS)
+    for kind in KINDS:
+        reply = referee.request(1, merge_parts, kind, referee.seed)
+        status, cause, error, message = "raises" if reply.status == "error" else reply.status, "", None, reply.text
+        if reply.status == "ok":
+            cause, error = _judge_parts(*build_parts(kind, referee.seed), *reply.values[0])
+            status = "wrong" if error > 1 else "right"
+        result.rows.append(dict(zip(UNITS, (kind, status, cause, error, message), strict=True)))
+        result.failed += [f"{kind}: {status}: {cause}{message}"] * (status != "right")
+    return result
+
+
+def _judge_parts(outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> tuple[str, float]:
+    """Return the cause of a wrong merge, and the largest error as a multiple of its limit."""
+    stacked = torch.stack(lses).double()
+    pivot, total = stacked.amax(0).nan_to_num(neginf=0.0), stacked.logsumexp(0)
+    exact = weigh_parts(outs, (stacked - pivot).exp())
+    # A weight is the exponential of a rounded lse, so it is off by as much as the lse.
+    rounding = 4 * len(outs) * 2.0**-23 * max(1.0, float(pivot.abs().max()))
+    limit = (rounding + torch.finfo(outs[0].dtype).eps) * max(1.0, float(exact.abs().max()))
+    errors = (out - exact).abs() / limit, torch.where(lse == total, 0.0, (lse - total).abs()) / rounding
+    error = max(float(x.nan_to_num(nan=torch.inf).max()) for x in errors)
+    if error <= 1:
+        return "", error
+    causes = (cause for cause, other in _alternatives(outs, stacked) if (out - other).abs().max() <= limit)
+    blind = BLIND if (total == -torch.inf).any() else "" if out.isfinite().all() else NOT_FINITE
+    return blind or next(causes, NO_CAUSE), error

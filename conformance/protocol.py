@@ -1,0 +1,213 @@
+"""Protocol of targets: how a context-parallel attention says what it supports, shards its tokens and is called.
+
+A target is named ``package.module`` or ``package.module:name``, or by the name of a ready adapter. A complete example,
+which gathers all keys and values::
+
+    # my_adapter.py, run as `ringattn conformance my_adapter`
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.nn.functional import all_gather
+
+    features = {"causal", "full", "contiguous", "float32", "gradients"}
+
+    def attend(q, k, v, call):
+        if call.world > 1:
+            k, v = (torch.cat(all_gather(x), 1) for x in (k, v))
+        mask = call.positions[:, None] >= torch.arange(call.tokens) if call.causal else None
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+Only ``attend`` is required. A plain function with the arguments of ``attend`` is a target, too. This module does not
+import torch, because pytest loads it through the plugin.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from .cases import Case
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "mask": ("causal", "full", "window", "two-sided window", "prefix", "padding"),
+    "documents": ("none", "aligned", "ragged"),
+    "scores": ("plain", "scale", "softcap", "sink", "alibi", "dropout"),
+    "layout": ("contiguous", "zigzag", "striped", "uneven"),
+    "world": (2, 1, 3, 4, 5, 6),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "heads": ("4/2", "4/4", "6/1"),
+    "gradients": ("out", "out and lse", "none"),
+}
+"""Values of every axis, the default first. Heads are query heads and key/value heads."""
+
+HINTS = {
+    "full": ("causal", "full"), "causal": ("causal",), "window": ("window",), "two-sided window": ("window", "causal"),
+    "prefix": ("prefix",), "padding": ("pad", "seqused", "key_mask", "attn_mask"),
+    "aligned documents": ("cu_seqlens", "document", "varlen", "packed"),
+    "ragged documents": ("cu_seqlens", "document", "varlen", "packed"), "scale": ("scale",), "softcap": ("softcap",),
+    "sink": ("sink", "s_aux"), "alibi": ("alibi",), "dropout": ("dropout",), "lse": ("lse", "logsumexp"),
+    "gradients": ("grad", "backward"), "grouped heads": ("head", "gqa"), "float32": ("float32", "fp32", "dtype"),
+    "bfloat16": ("bfloat16", "bf16", "dtype"), "float16": ("float16", "fp16", "half", "dtype"),
+    "contiguous": ("layout", "contiguous"), "zigzag": ("layout", "zigzag", "balanc"), "striped": ("layout", "strip"),
+    "uneven": ("layout", "uneven", "divi", "multiple", "length", "token"),
+}  # fmt: skip
+"""Features that a call may use, and the words of which a refusal must contain one to name the feature."""
+
+
+@dataclass(frozen=True)
+class TargetCall:
+    """One rank's call. Tensors are ``[B, S, H, D]`` with this rank's tokens; ``lse`` is ``[B, H, S]``, natural log.
+
+    Attributes:
+        rank, world: this rank and the number of ranks; ``group`` is their process group, None for the default one.
+        tokens, positions: tokens of the whole sequence, and the positions of this rank's tokens.
+        layout: ``contiguous``, ``zigzag``, ``striped`` or ``uneven`` (contiguous shards of unequal lengths).
+        features: the keys of :data:`HINTS` that the call uses.
+        window_size: keys visible left and right of the query; -1 for no limit.
+        prefix_length: number of first positions that a causal mask shows to every query.
+        cu_seqlens: boundaries of packed documents in the whole sequence, the same for every batch row.
+        seqused_k: valid keys of each batch row; the rest are padding.
+        needs_lse: True if the target must return ``(out, lse)``.
+    """
+
+    rank: int
+    world: int
+    tokens: int
+    layout: str
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    features: frozenset[str]
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    prefix_length: int = 0
+    cu_seqlens: tuple[int, ...] | None = None
+    seqused_k: tuple[int, ...] | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    sink: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | None = None
+    needs_lse: bool = False
+    group: Any = None
+    positions: Any = None
+
+
+class Adapter(Protocol):
+    """Object or module that describes a target. Every member but ``attend`` is optional.
+
+    - ``features``: the keys of :data:`HINTS` that it says it supports; default: all.
+    - ``supports(call)``: the reason why a call is outside what it says it supports, or an empty text.
+    - ``positions(call)``: positions of the tokens of ``call.rank``; default: those of ``call.layout``.
+    - ``version``: what is tested.
+    """
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: TargetCall) -> Tensor | tuple[Tensor, Tensor]:
+        """Return ``out``, or ``(out, lse)``, of this rank's tokens; raise ValueError or NotImplementedError to refuse.
+
+        A refusal must name the feature. The referee differentiates through ``out`` and ``lse``.
+        """
+
+
+READY = {
+    "ringattn": "ours", "lucidrains": "lucidrains", "zhuzilin": "zhuzilin", "zhuzilin-varlen": "zhuzilin:varlen",
+    "usp": "usp", "torch-sdpa": "torch_cp:sdpa", "torch-flex": "torch_cp:flex", "transformers": "torch_cp:accelerate",
+    "accelerate": "torch_cp:accelerate", "diffusers": "diffusers", "megatron": "megatron",
+}  # fmt: skip
+"""Module of :mod:`.adapters` of every ready adapter, by name."""
+_registered = dict[str, str]()
+
+
+def register(name: str, target: str) -> None:
+    """Make ``target``, ``package.module`` or ``package.module:name``, available as ``name``."""
+    if name in READY or name in _registered:
+        raise ValueError(f"name is {name!r}: this adapter is already registered")
+    _registered[name] = target
+
+
+def resolve_path(target: str) -> str:
+    """Return the import path of a target, which may be the name of an adapter."""
+    ready = f"{__package__}.adapters.{READY[target]}" if target in READY else target
+    return _registered.get(target, ready)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target with the defaults of :class:`Adapter`."""
+
+    adapter: Any
+
+    @property
+    def version(self) -> str:
+        """The adapter's ``version``, which may be a function."""
+        version = getattr(self.adapter, "version", "")
+        return str(version() if callable(version) else version)
+
+    def refusal(self, case: Case) -> str:
+        """Return why a case is outside what the target says it supports, or an empty text."""
+        claimed: Collection[str] = getattr(self.adapter, "features", HINTS)
+        if missing := sorted(case.features - {*claimed}):
+            return f"it does not say that it supports {', '.join(missing)}"
+        supports: Callable[[TargetCall], str] = getattr(self.adapter, "supports", lambda call: "")
+        return supports(case.call()) or ""
+
+    def positions(self, call: TargetCall) -> Tensor:
+        """Return the positions of the tokens of ``call.rank``."""
+        import torch
+
+        positions: Callable[[TargetCall], Any] = getattr(self.adapter, "positions", default_positions)
+        return torch.as_tensor(positions(call)).long()
+
+
+def default_positions(call: TargetCall) -> Tensor:
+    """Return the positions of the tokens of ``call.rank`` in ``call.layout``."""
+    import torch
+
+    whole = torch.arange(call.tokens)
+    if call.layout == "striped":
+        return whole[call.rank :: call.world]
+    if call.layout == "zigzag":
+        parts = whole.chunk(2 * call.world)
+        return torch.cat([parts[call.rank], parts[2 * call.world - 1 - call.rank]])
+    if call.layout == "uneven":
+        return torch.split(whole, uneven_lengths(call.world))[call.rank]
+    return torch.chunk(whole, call.world)[call.rank]
+
+
+def uneven_lengths(world: int) -> list[int]:
+    """Return the numbers of tokens of the ranks in the layout ``uneven``."""
+    return [16 - 5 * (rank % 3) for rank in range(world)]
+
+
+def load_target(target: str) -> Target:
+    """Import a target by its path or by the name of its adapter; the current folder is searched, too.
+
+    Raises:
+        ValueError: If it cannot be imported, or if it has no ``attend`` and cannot be called.
+    """
+    path = resolve_path(target)
+    module, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        adapter: Any = import_module(module)
+        adapter = getattr(adapter, name) if name else adapter
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"TARGET is {target!r}: it cannot be imported: {type(error).__name__}: {error}") from None
+    if not hasattr(adapter, "attend"):
+        if isinstance(adapter, ModuleType) or not callable(adapter):
+            raise ValueError(f"TARGET is {target!r}: {path} has no function attend and is no function.")
+        adapter = SimpleNamespace(attend=adapter)
+    return Target(adapter)

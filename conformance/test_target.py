@@ -1,0 +1,15 @@
+"""The cases of ``--target`` as tests; see :mod:`.plugin`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def test_conformance(conformance_case: Any, conformance_referee: Any) -> None:
+    """Judge a case; a refusal that names the feature is skipped."""
+    outcome = conformance_referee.judge(conformance_case)
+    if outcome.status == "refused":
+        pytest.skip(outcome.message)
+    assert outcome.status == "right", outcome.sentence()
