@@ -23,7 +23,7 @@ from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import run_process_group
 from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.bench.common.result import Result, Row, read_result
-from ringattn.bench.common.timing import Samples
+from ringattn.bench.common.timing import RankTeam, Samples
 from ringattn.bench.overlap import measure
 from ringattn.bench.overlap.measure import (
     BACKWARD,
@@ -163,7 +163,7 @@ def test_only_the_first_rank_shows_progress(
     rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
-    monkeypatch.setattr(measure.RankTeam, "slowest_seconds", lambda team, seconds: seconds)
+    monkeypatch.setattr(RankTeam, "slowest_seconds", lambda team, seconds: seconds)
     config = OverlapConfig(replace(SMALL, seqlen=24, world=1), ((2, 1, 1),), repeats=1, link_share=None)
     measure.measure_overlap(LaunchedRank(rank, 2, rank, 2), CPU, config)
     assert ("timing: " in capfd.readouterr().err) is (rank == 0)

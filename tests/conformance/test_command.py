@@ -44,7 +44,7 @@ def test_the_command_writes_results_and_resumes(tmp_path: Path) -> None:
     lines = (tmp_path / "out" / "journal.jsonl").read_text()
     again = CliRunner().invoke(cli.app, command)
     assert again.output == first.output and (tmp_path / "out" / "journal.jsonl").read_text() == lines
-    assert not write_report(tmp_path / "out", tmp_path / "report.html").refusals
+    assert not write_report(tmp_path / "out", tmp_path / "report.html")
     assert "it changed k" in (tmp_path / "report.html").read_text()
     other = CliRunner().invoke(cli.app, [*command, "--seed", "1"])
     assert other.exit_code == 2 and "another run" in other.output

@@ -91,7 +91,7 @@ SHARED = ("kernels/test_shared_cache.py",)
 PREFLIGHT = ("comm/test_preflight.py", "comm/test_watch.py -k does_not_come", BACKWARDS)
 COPY_STREAMS = ("StreamFence", "CudaCopyStream", "HostCopyStream")
 NCCL_POST = ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._enqueue", "NcclTransport._group")
-NODE_POST = ("ByNodeTransport.post", "ByNodeTransport._near")
+NODE_POST = ("ByNodeTransport.post", "ByNodeTransport._is_in_node")
 LOCAL_POST = (
     *("_LocalFence.wait", "_LocalFence.order", "_LocalFence._parts"),
     *(f"LocalTransport.{name}" for name in ("mark", "post", "_publish", "_receive", "_take")),

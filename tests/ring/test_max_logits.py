@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import Layout, Ring, ring_attention
 from ringattn.comm import LocalGroup, Topology
+from ringattn.conformance.cases import pairwise_cases
 from ringattn.kernels import Bounds, KernelConfig, Scores, Tile
 
 from ..support.mask_cases import RingCase, check_case, combine_ranks, rank_results
 from ..support.own_kernels import Dense, DenseShards
-from ..support.pairwise import pairwise_cases
 from ..support.rank_processes import group_results
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS, case_of
