@@ -104,7 +104,7 @@ def test_the_report_of_the_defaults() -> None:
         assert row["arch"] == "sm_90" and not row["spills"] and not row["problems"]
         assert row["exponentials"] > 0 and row["bound"] >= LEAST_BOUNDS[row["kernel"]], row["variant"]
     forward = report[0]
-    assert [row["blocks"] for row in report] == [2, 1, 1]
+    assert [row["blocks"] for row in report] == [2, 2, 2]
     # 64 x 64 scores over 128 threads, and a rescaling for each of a thread's two rows.
     # Products of 64 x 64 x 128 by instructions of 64x64x16, and of 64 x 128 x 64 by 64x128x16.
     assert (forward["exponentials"], forward["matrix"]) == (64 * 64 // 128 + 2, 8 + 4)
