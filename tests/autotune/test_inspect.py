@@ -92,7 +92,7 @@ def inspect(*arguments: str) -> list[dict[str, Any]]:
 
 
 # Lowest bounds, in percent of peak, that the default tiles ever had. Raise them when a kernel improves.
-LEAST_BOUNDS = {"forward": 90.0, "dq": 87.0, "dkdv": 57.0}
+LEAST_BOUNDS = {"forward": 90.0, "dq": 99.0, "dkdv": 79.0}
 
 
 @pytest.mark.compiles("90:bf16:128:middle", "90:fp32:64:middle:forward", "90:bf16:128:middle:hopper")
