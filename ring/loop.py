@@ -25,7 +25,6 @@ from typing import TypeVar
 
 import torch
 
-from ..validators import short_repr
 from .buffers import Chunk, MaskArgs, Pair, RingCall, Tensors, TransferKind
 from .dkv import DkvAccumulators
 from .key_values import KeyValues
@@ -141,7 +140,8 @@ def compute_dkdv(
         out, arrived_kv = dkv.out(hop, chunk), wait_kv(call, kv, hop, chunk)
         with call.record_span("compute", hop):
             parts = [call.mask_args(hop_mask, chunk.heads) for hop_mask in hop_masks]
-            add_dkdv(backend, arrived_kv, parts, incoming_dkv, out, local=False)
+            for mask_args, accum, part_out in partial_sums(parts, incoming_dkv, out):
+                backend.dkdv(*arrived_kv, **mask_args, local=False, accum=accum, out=part_out)
         if call.plan.is_outer_root(hop):
             kv.mark_computed(hop.kv_slot, chunk)
     elif incoming_dkv is not None and call.plan.is_outer_root(hop):
@@ -160,28 +160,9 @@ def compute_own_dkdv(
     parts = [call.mask_args(hop_mask, chunk.heads) for hop_mask in chunk.plan.hop_masks[0]]
     with call.record_span("compute", own):
         own_kv = kv.wait_chunk(own, chunk)
-        add_dkdv(backend, own_kv, parts, returned_dkv, out, local=True)
+        for mask_args, accum, part_out in partial_sums(parts, returned_dkv, out):
+            backend.dkdv(*own_kv, **mask_args, local=True, accum=accum, out=part_out)
     dkv.finish_own(chunk, dkdv)
-
-
-def add_dkdv(
-    backend: LocalBackward, kv: Pair, parts: Sequence[MaskArgs], incoming: Callable[[], Tensors] | None,
-    out: Tensors, *, local: bool,
-) -> None:  # fmt: skip
-    """Write dK/dV of one shard plus ``incoming()`` to ``out``; raise RuntimeError if the kernel ignores the latter."""
-    for mask_args, accum, part_out in partial_sums(parts, incoming, out):
-        reads: list[bool] = []
-        backend.dkdv(*kv, **mask_args, local=local, accum=accum and partial(_read, accum, reads), out=part_out)
-        if accum is not None and not reads:
-            raise RuntimeError(
-                f"dkdv of {short_repr(backend)} did not call accum: it must add accum() to its dK/dV, or the sums of "
-                "other ranks are lost"
-            )
-
-
-def _read(accum: Callable[[], Tensors], reads: list[bool]) -> Tensors:
-    reads.append(True)
-    return accum()
 
 
 def partial_sums(
@@ -190,9 +171,20 @@ def partial_sums(
     """Yield ``(mask_args, accum, out)`` for each part of a mask, so that the parts add up in ``out``.
 
     Each part adds its dK/dV to the sum of the parts before it. Sums in between are fp32, whatever the dtype of ``out``.
+
+    Raises:
+        RuntimeError: the local kernel ignored ``accum``.
     """
-    for part in parts[:-1]:
-        partial_sum = tuple(torch.empty_like(x, dtype=torch.float32) for x in out)
-        yield part, accum, partial_sum
-        accum = partial(tuple, partial_sum)
-    yield parts[-1], accum, out
+    for number, part in enumerate(parts, 1):
+        reads: list[bool] = []
+        is_last = number == len(parts)
+        target = out if is_last else tuple(torch.empty_like(x, dtype=torch.float32) for x in out)
+        yield part, accum and partial(_read, accum, reads), target
+        if accum is not None and not reads:
+            raise RuntimeError("dkdv did not call accum: it must add accum() to its dK/dV, or other sums are lost")
+        accum = partial(tuple, target)
+
+
+def _read(accum: Callable[[], Tensors], reads: list[bool]) -> Tensors:
+    reads.append(True)
+    return accum()

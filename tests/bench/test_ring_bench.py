@@ -82,7 +82,7 @@ def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_packed_documents_in_real_processes(tmp_path: Path) -> None:
-    """Every candidate masks documents, and the packed layout sends less than a zigzag per document."""
+    """Compare that candidates mask documents, and that the packed layout sends less than a zigzag per document."""
     flags = "--seqlen 512 --cu-seqlens 0,200,200,320,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1"
     ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--json", str(tmp_path / "r.json")])
     assert ran.exit_code == 0, ran.output

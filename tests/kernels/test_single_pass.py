@@ -100,7 +100,7 @@ def test_gradients_are_accumulated(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_keys_past_the_end_of_the_last_tile_add_nothing(mode: str) -> None:
-    """All scores are about -150, so that a score of 0 past the end would have an infinite weight."""
+    """Use scores of about -150, so that a score of 0 past the end would have an infinite weight."""
     x = inputs(Sizes(40, 45, heads=2))
     check(x._replace(q=torch.full_like(x.q, 6.0), k=torch.full_like(x.k, -6.25)), FULL, config=config(mode))
 

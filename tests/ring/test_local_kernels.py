@@ -255,7 +255,7 @@ def test_wrong_results_name_the_kernel_on_every_rank(kernel: Any, text: str) -> 
 
 
 def test_kernels_that_lose_gradients_are_refused() -> None:
-    refusals(WithoutAccum(), RuntimeError, "DenseShards did not call accum", causal=True)
+    refusals(WithoutAccum(), RuntimeError, "dkdv did not call accum", causal=True)
     sink = torch.zeros(2, requires_grad=True)
     refusals(WrongDelta(), RuntimeError, r"backend 'dense' returned delta as .*\[1\]", learnable_sink=sink)
 

@@ -216,7 +216,7 @@ def test_a_slow_rank_gets_less() -> None:
 
 @pytest.mark.parametrize("slow", [[0.01], [0.01, 0.011], [0.03]])
 def test_a_very_slow_rank_stays_empty_if_that_is_cheaper(slow: list[float]) -> None:
-    """One token on such a rank takes longer than its share of the work on the others."""
+    """Use a rank on which one token takes longer than its share of the work on the others."""
     layout = Layout.packed([0, 5000, 7000, 10_000], 5, speeds=[*slow, *[1] * (5 - len(slow))])
     assert layout.lengths[: len(slow)] == (0,) * len(slow)
     assert unevenness(layout.lengths[len(slow) :]) <= 1.101
