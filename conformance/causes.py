@@ -109,6 +109,12 @@ def _outputs(evidence: Evidence) -> Iterator[Hypothesis]:
     yield from _merges(evidence)
 
 
+def weigh_parts(outs: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean of parts, ``outs [parts, B, S, H, D]`` by ``weights [parts, B, H, S]``."""
+    scaled = weights.transpose(2, 3)[..., None]
+    return (scaled * outs).sum(0) / scaled.sum(0).clamp(min=1e-300)
+
+
 def _merges(evidence: Evidence) -> Iterator[Hypothesis]:
     """Yield wrong ways to merge the parts of the ranks' shards."""
     visible, tokens = add_head_dim(evidence.case.visible())[:, 0], evidence.case.tokens
@@ -118,8 +124,7 @@ def _merges(evidence: Evidence) -> Iterator[Hypothesis]:
     has_keys = (~torch.stack([part["blind"] for part in parts])).double()
 
     def merge(weights: Tensor) -> Tensor:
-        weights = weights.transpose(2, 3)[..., None] * has_keys.transpose(2, 3)[..., None]
-        return (weights * out).sum(0) / weights.sum(0).clamp(min=1e-300)
+        return weigh_parts(out, weights * has_keys)
 
     if evidence.case.scores == "sink":
         yield SINK_PER_HOP, {"out": merge((lse - lse.amax(0)).exp()), "lse": lse.logsumexp(0)}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..bench.common.result import Result
-from .causes import BASE_2_MERGE, BLIND, NO_CAUSE, NOT_FINITE, UNSCALED
+from .causes import BASE_2_MERGE, BLIND, NO_CAUSE, NOT_FINITE, UNSCALED, weigh_parts
 from .protocol import Target
 
 if TYPE_CHECKING:
@@ -46,18 +46,12 @@ def merge_parts(target: Target, rank: int, kind: str, seed: int) -> list[Tensor]
     return [*target.adapter.attend(*build_parts(kind, seed))]
 
 
-def weigh_parts(outs: list[Tensor], weights: Tensor, *, is_mean: bool = True) -> Tensor:
-    """Return the weighted mean or sum of parts in float64; ``weights`` are ``[parts, B, H, S]``."""
-    scaled = weights.transpose(2, 3)[..., None]
-    total = (torch.stack(outs).double() * scaled).sum(0)
-    return total / scaled.sum(0).clamp(min=1e-300) if is_mean else total
-
-
 def _alternatives(outs: list[Tensor], lse: Tensor) -> Iterator[tuple[str, Tensor]]:
     relative = (lse - lse.amax(0)).nan_to_num(nan=0.0, neginf=-torch.inf)
-    yield BASE_2_MERGE, weigh_parts(outs, relative.exp2())
-    yield UNSCALED, weigh_parts(outs, torch.ones_like(lse))
-    yield UNSCALED, weigh_parts(outs, torch.ones_like(lse), is_mean=False)
+    parts = torch.stack(outs).double()
+    yield BASE_2_MERGE, weigh_parts(parts, relative.exp2())
+    yield UNSCALED, weigh_parts(parts, torch.ones_like(lse))
+    yield UNSCALED, parts.sum(0)
 
 
 def judge_merge(referee: Referee) -> Result:
@@ -78,7 +72,7 @@ def _judge_parts(outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tenso
     """Return the cause of a wrong merge, and the largest error as a multiple of its limit."""
     stacked = torch.stack(lses).double()
     pivot, total = stacked.amax(0).nan_to_num(neginf=0.0), stacked.logsumexp(0)
-    exact = weigh_parts(outs, (stacked - pivot).exp())
+    exact = weigh_parts(torch.stack(outs).double(), (stacked - pivot).exp())
     # A weight is the exponential of a rounded lse, so it is off by as much as the lse.
     rounding = 4 * len(outs) * 2.0**-23 * max(1.0, float(pivot.abs().max()))
     limit = (rounding + torch.finfo(outs[0].dtype).eps) * max(1.0, float(exact.abs().max()))

@@ -60,6 +60,14 @@ class Joined(NamedTuple):
     notes: list[str]
 
 
+class Judged(NamedTuple):
+    """Results of a case, its inputs and what is expected."""
+
+    joined: Joined
+    whole: Results
+    expected: Expected
+
+
 Runner = Callable[[Case, bool], Reply]
 """Function that runs a case on all its ranks; the second argument asks for the probe's inputs."""
 
@@ -108,7 +116,8 @@ def judge(case: Case, seed: int, run: Runner) -> Outcome:
     outcome = Outcome(case, RIGHT, error=errors[worst], notes=notes)
     if errors[worst] > 1:
         where = locate(case, joined, expected, worst)
-        outcome = replace(outcome, status=WRONG, where=where, cause=explain(case, seed, run, reply))
+        cause = explain(case, seed, run, Judged(joined, whole, expected))
+        outcome = replace(outcome, status=WRONG, where=where, cause=cause)
     elif changed:
         outcome = replace(outcome, status=WRONG, cause=changed[0])
     elif factors is not None and case.world > 1:
@@ -150,18 +159,17 @@ def _compare_dropout(case: Case, factors: Tensor, seed: int, run: Runner) -> dic
     return {"status": WRONG, "cause": DROPOUT_WORLD} if differs else {}
 
 
-def explain(case: Case, seed: int, run: Runner, reply: Reply) -> str:
+def explain(case: Case, seed: int, run: Runner, judged: Judged) -> str:
     """Return the cause of a wrong result; a case in 16 bit is first repeated in float32."""
-    if case.dtype != "float32":
-        exact = replace(case, dtype="float32")
-        repeated = run(exact, False)
-        if repeated.status == "ok":
-            return explain(exact, seed, run, repeated)
-    joined, whole = join_parts(case, reply.values), case.inputs(seed)
-    factors = find_dropout(case, whole, joined.results["out"])[0] if case.scores == "dropout" else None
-    expected = compute_expected(case, whole, factors)
-    if max(expected.errors(joined.results).values()) <= 1:
-        return f"{ROUNDING}: the same case is right in float32"
+    exact = replace(case, dtype="float32")
+    repeated = None if case == exact else run(exact, False)
+    if repeated is not None and repeated.status == "ok":
+        case, joined, whole = exact, join_parts(exact, repeated.values), exact.inputs(seed)
+        factors = find_dropout(case, whole, joined.results["out"])[0] if case.scores == "dropout" else None
+        judged = Judged(joined, whole, compute_expected(case, whole, factors))
+        if max(judged.expected.errors(joined.results).values()) <= 1:
+            return f"{ROUNDING}: the same case is right in float32"
+    joined, whole, expected = judged
 
     def probe() -> Tensor | None:
         probed = run(replace(case, gradients="none"), True)
