@@ -130,8 +130,10 @@ def attend_format(
     return out if max_logits is None else (out, max_logits)
 
 
+@lru_cache(maxsize=PACKING_CACHE_SIZE)
+@torch.inference_mode(False)
 def _hide_padding(packed: bool, edges: tuple[int, ...], tokens: int) -> dict[str, Any]:
-    """Return the masks with which queries in padding see no key; ``edges`` as in `_padding`."""
+    """Return the masks with which queries in padding see no key; ``edges`` as in `_padding`. All layers share them."""
     rows = [edges] if packed else [(0, length, tokens) for length in edges]
     numbers = [torch.searchsorted(torch.tensor(row), torch.arange(tokens), right=True) for row in rows]
     return {"cu_seqlens": [[*row] for row in rows], "key_mask": torch.stack(numbers) % 2 == 1}

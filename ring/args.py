@@ -27,7 +27,7 @@ from .ring import Ring
 from .row_packing import CuSeqlensLike, has_row_boundaries
 from .schedule.intervals import Intervals
 from .schedule.layout import MAX_POSITIONS, POSITIONS, Layout, LayoutLike
-from .schedule.mask import NO_WINDOW, BlockMask, Longformer
+from .schedule.mask import NO_WINDOW, BlockMask, Longformer, read_ranges
 from .schedule.plan import PLAN_CACHE_SIZE
 
 IntervalsLike = Intervals | Sequence[tuple[Tensor, Tensor]]
@@ -365,7 +365,9 @@ def take_args(local_vars: dict[str, Any]) -> AttentionArgs:
 
 def check_args(args: AttentionArgs) -> AttentionArgs:
     """Check each argument on its own and return all in normal form; raise ValueError if an argument is invalid."""
-    return args._replace(**{name: kind.check(name, getattr(args, name)) for name, kind in _KINDS.items()})
+    checked = {name: kind.check(name, getattr(args, name)) for name, kind in _KINDS.items()}
+    islands = None if args.islands is None else read_ranges("islands", args.islands)
+    return args._replace(**checked, islands=islands or None)
 
 
 def pack_op_args(args: AttentionArgs) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from .ring import Ring
 from .row_packing import PackedRows, RowMasks, has_row_boundaries, lengths_per_row, pack_batch, split_row_masks
 from .schedule.intervals import Intervals, limit_paths
 from .schedule.layout import Documents, Layout, LayoutLike, resolve_documents, shift_layout
-from .schedule.mask import NO_WINDOW, UNLIMITED, BlockMask, Longformer, Mask, PositionRange, read_ranges
+from .schedule.mask import NO_WINDOW, UNLIMITED, BlockMask, Longformer, Mask, PositionRange
 from .schedule.plan import Plan, plan
 from .shards import resolve_layout
 from .ulysses import Exchange, Shares, split_ulysses_heads
@@ -265,7 +265,6 @@ def extract_row_masks(
     if args.key_mask is None and args.leftpad_k is None and not has_row_boundaries(args.cu_seqlens):
         return args, None, {}
     changes, rows, compared = split_row_masks(*arguments, batch=batch, keys=layouts.keys.reach, length=layouts.reach)
-    args = _without_empty_islands(args)
     slopes, pattern = args.alibi_slopes, args.block_mask
     problems = {
         "block_mask": pattern is not None and (batch > 1 or not isinstance(pattern, Longformer)),
@@ -295,7 +294,6 @@ def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
     window: Any = args.window_size
     documents = None if cu_seqlens is None else resolve_documents(cu_seqlens, layouts.reach)
     lengths = None if used is None else lengths_per_row("seqused_k", used, batch, layouts.keys.reach)
-    args = _without_empty_islands(args)
     intervals, window = _intervals(args, layouts, window)
     prefix = _prefix(args.prefix_length, args.causal, layouts.reach)
     islands = _islands(args, layouts.reach, documents)
@@ -307,11 +305,6 @@ def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
             )
         return replace(mask, window=block_mask.window, global_tokens=block_mask.global_tokens)
     return mask if block_mask is None else replace(mask, blocks=_blocks(block_mask, layouts))
-
-
-def _without_empty_islands(args: AttentionArgs) -> AttentionArgs:
-    """Return the arguments with checked islands; None if there are no islands."""
-    return args if args.islands is None else args._replace(islands=read_ranges("islands", args.islands) or None)
 
 
 def _intervals(args: AttentionArgs, layouts: Layouts, window: PositionRange) -> tuple[Intervals | None, PositionRange]:
@@ -376,8 +369,8 @@ def _prefix(length: int | None, causal: bool, reach: int) -> int:
 
 
 def _islands(args: AttentionArgs, reach: int, documents: Documents | None) -> tuple[PositionRange, ...]:
-    """Return the checked islands, () for None."""
-    islands = read_ranges("islands", () if args.islands is None else args.islands)
+    """Return the islands, () for None, or raise ValueError if they do not fit ``causal`` or the documents."""
+    islands: tuple[PositionRange, ...] = args.islands or ()  # type: ignore[assignment]  # read by check_args
     if islands and not args.causal:
         raise ValueError(f"islands is given and causal is {args.causal}: islands needs causal=True")
     boundaries = (reach,) if documents is None else documents.boundaries

@@ -73,9 +73,10 @@ def resolve_backend(backend: Any, device: torch.device) -> LocalAttention:
             f"backend is {short_repr(backend)}: it must be one of auto, {', '.join(_FACTORIES)}, or a LocalAttention "
             "(under torch.compile only its registered name)"
         )
-    with _CREATING:
-        if name not in _KERNELS:
-            _KERNELS[name] = _create_kernel(name)
+    if name not in _KERNELS:  # without the lock, because every call comes here
+        with _CREATING:
+            if name not in _KERNELS:
+                _KERNELS[name] = _create_kernel(name)
     return _KERNELS[name]
 
 
