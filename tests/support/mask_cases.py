@@ -348,20 +348,26 @@ def expected_for_queries(case: RingCase, rows: Tensor, whole: dict[str, Tensor])
     theirs, their_dsink = pytorch_with_sink(*x, case.sink, visible=visible, softmax_scale=scale, modified=modified)
     sinks = None
     if case.sink is not None and dsink is not None and their_dsink is not None:
-        sinks = dsink, their_dsink, sink_magnitude(case.sink, truth, x)
+        sinks = dsink, their_dsink, sink_magnitude(case.sink, truth, x, visible, scale)
     # The exponential of PyTorch's CPU operator is less exact in 16 bit.
     if case.call.get("backend", "aten") != "triton" and x.q.dtype != torch.float32:
         theirs = theirs._replace(lse=operator_lse(x.q, x.k, visible, scale, case.sink))
     return ExpectedResults(truth, theirs, magnitudes(x, truth, visible, scale, few_keys=True, modified=modified), sinks)
 
 
-def sink_magnitude(sink: Tensor, truth: Results, x: Inputs) -> float:
+def sink_magnitude(sink: Tensor, truth: Results, x: Inputs, visible: Tensor, softmax_scale: float | None) -> float:
     """Return the largest sum of absolute terms behind a sink's gradient, like :func:`.kernel_cases.magnitudes`.
 
-    An fp32 sink has an fp32 gradient, but it comes from an ``out`` that was rounded to the dtype of q.
+    The error of ``lse`` is at most that of the row's scores, which is relative to the terms of their sums. An fp32
+    sink has an fp32 gradient, but it comes from an ``out`` that was rounded to the dtype of q.
     """
-    logits = sink.to(torch.float64)[:, None]
-    weights = torch.exp(logits - truth.lse) * (1 + logits.abs() + truth.lse.abs())
+    logits, exponents = sink.to(torch.float64)[:, None], truth.lse.abs()
+    if x.k.shape[1]:
+        q, k = (t.to(torch.float64).abs().transpose(1, 2) for t in (x.q, x.k))
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = (q @ k.mT * (x.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)).abs()
+        exponents = exponents.maximum(scores.masked_fill(~add_head_dim(visible), 0.0).amax(-1))
+    weights = torch.exp(logits - truth.lse) * (1 + logits.abs() + exponents)
     terms = weights * ((x.dout * truth.out).abs().sum(-1).transpose(1, 2) + x.dlse.abs())
     coarser = max(1.0, torch.finfo(x.q.dtype).eps / torch.finfo(sink.dtype).eps)
     return terms.nan_to_num(nan=0.0, posinf=0.0).sum((0, 2)).max().item() * coarser
