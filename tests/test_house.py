@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from configparser import ConfigParser
+from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -38,9 +39,15 @@ ARROWS = {
 """What else of this package each folder may import; ``autotune``, ``bench`` and ``tools`` may import all but tests."""
 
 
-def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
     """Yield the absolute dotted names that a module of ``package`` imports, lazily or not."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         yield from imported(node, package)
 
 
@@ -57,7 +64,7 @@ def imported(node: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
 def imports_of(folder: str) -> Iterator[tuple[Path, str]]:
     for path in sorted((ROOT / folder).rglob("*.py")):
         package = ("ringattn", *path.relative_to(ROOT).parent.parts)
-        yield from ((path, name) for name in imports(path.read_text(), package))
+        yield from ((path, name) for name in imports(parsed(path), package))
 
 
 def ours(name: str) -> str | None:
@@ -76,7 +83,9 @@ def test_imports_of_a_module() -> None:
         "def late():\n    from ..bench import cli": {"bench"},
         "import torch, os.path": {None},
     }
-    imported = {source: {ours(name) for name in imports(source, ("ringattn", "ring"))} for source in expected}
+    imported = {
+        source: {ours(name) for name in imports(ast.parse(source), ("ringattn", "ring"))} for source in expected
+    }
     assert imported == expected
 
 
@@ -108,7 +117,7 @@ def test_public_folders_import_only_public_names(folder: str) -> None:
 def test_public_folders_use_no_private_attributes(folder: str) -> None:
     def nodes(folder: str) -> Iterator[tuple[str, ast.AST]]:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield from ((path.name, node) for node in ast.walk(ast.parse(path.read_text())))
+            yield from ((path.name, node) for node in ast.walk(parsed(path)))
 
     functions = (node for folder in ("ring", "comm") for _, node in nodes(folder) if isinstance(node, ast.FunctionDef))
     private = {node.name for node in functions if node.name.startswith("_") and not node.name.startswith("__")}
@@ -132,7 +141,7 @@ Graph = dict[str, set[str]]
 def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes below ``node``, lazy imports included, but not those under ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+        if not (isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING"):
             yield child
             yield from runtime_nodes(child)
 
@@ -147,7 +156,7 @@ def module_graph(root: Path) -> Graph:
     graph: Graph = {}
     for module, path in names.items():
         package, targets = ("ringattn", *module.split(".")[:-1]), set[str]()
-        for node in runtime_nodes(ast.parse(path.read_text())):
+        for node in runtime_nodes(parsed(path)):
             for name in imported(node, package):
                 full = name.removeprefix("ringattn.")
                 targets |= {full, full.rpartition(".")[0]} & names.keys()  # a module, or a name in one
@@ -249,12 +258,12 @@ def repeated_names(trees: dict[str, ast.Module]) -> set[str]:
 
 def test_docstrings_say_what_the_code_does() -> None:
     files = [*ROOT.glob("*.py"), *(path for name in (*FOLDERS, "tests") for path in (ROOT / name).rglob("*.py"))]
-    assert [(str(path), line) for path in files for line in unclear_docstrings(ast.parse(path.read_text()))] == []
+    assert [(str(path), line) for path in files for line in unclear_docstrings(parsed(path))] == []
 
 
 def test_public_names_are_unique() -> None:
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    trees = {str(path): ast.parse(path.read_text()) for path in paths}
+    trees = {str(path): parsed(path) for path in paths}
     functions = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     assert sorted({node.name for node in functions if node.name.endswith("_of")}) == []
     assert repeated_names(trees) <= SAME_NAMES
@@ -303,11 +312,10 @@ def test_only_nightly_runs_draw_random_examples() -> None:
     assert profile(options[options.index("-m") + 1]) == profile("") == "default"
 
 
-@pytest.mark.parametrize(("arguments", "code"), [
-    (["nightly and idle"], 0),
-    pytest.param(["nightly and idle", "-k", "none_such"], 5, marks=pytest.mark.nightly),
-    pytest.param(["idle"], 5, marks=pytest.mark.nightly),
-])  # fmt: skip
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["nightly and idle"], 0), (["nightly and idle", "-k", "none_such"], 5), (["idle"], 5)]
+)
 def test_a_file_without_nightly_tests_passes(arguments: list[str], code: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", "-m", *arguments]
     assert subprocess.run([*command, ROOT / "tests" / "comm" / "test_nvml.py"], capture_output=True).returncode == code
@@ -363,7 +371,7 @@ def test_import_is_lazy(tmp_path: Path) -> None:
 
 
 def test_folders_import_without_extras(tmp_path: Path) -> None:
-    extras = {"cupy", "typer", "rich", "matplotlib", "jinja2"}
+    extras = {"cupy", "cuda", "typer", "rich", "matplotlib", "jinja2"}
     folders = ", ".join(f"ringattn.{folder}" for folder in ("kernels", "comm", "ring", "reference"))
     run(f"import sys, {folders}; assert not {extras!r} & set(sys.modules)", tmp_path)
 

@@ -168,6 +168,7 @@ def listening() -> list[str]:
     return [fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A" and fields[9] in own_sockets]
 
 
+@pytest.mark.nightly
 def test_successive_groups_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
     # NCCL_SOCKET_IFNAME is set by the user and stays.
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")

@@ -37,6 +37,8 @@ from ringattn.ring.schedule.mask import BlockMask, bigbird, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
 from ringattn.ring.schedule.visibility import cut_keys
 
+from ..support.nightly import rest_nightly
+
 LINKS = ClusterLinks(PRESETS["nvlink4"], PRESETS["ib400"])
 H100 = replace(gpu_speed("h100"), forward=560e12, backward=430e12)
 INPUTS = PredictionInputs(H100, LINKS)
@@ -212,12 +214,15 @@ def test_transfers_slow_concurrent_launches() -> None:
     assert few == pytest.approx(more, rel=1e-3)  # early posts do not change the bytes that overlap with launches
 
 
-@pytest.mark.parametrize("call", [
+LARGE_RINGS = [
     PredictedCall(2048, 34, kv_heads=8), PredictedCall(1024, 36, "striped", Mask(), kv_heads=8, nodes=9),
     PredictedCall(1024, 36, kv_heads=8, nodes=9, two_level=False, chunks=2),
     PredictedCall(1024, 34, kv_heads=1, chunks=2),
     PredictedCall(2048, 36, nodes=2, kv_heads=8, wire_dtype="bfloat16", dtype="float32"),
-], ids=lambda call: f"{call.layout}-{call.world}-{call.nodes}")  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", rest_nightly(LARGE_RINGS, *LARGE_RINGS[:2]))
 def test_extrapolated_rings_match_the_simulation(call: PredictedCall) -> None:
     # A large ring is extrapolated from two small rings and compared with a full simulation.
     for line, simulated in zip(

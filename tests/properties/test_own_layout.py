@@ -25,6 +25,7 @@ from ringattn.tools.call_summary import CallSummary
 from ringattn.tools.show import call_text
 
 from ..support.mask_cases import RingCase, check_case
+from ..support.nightly import rest_nightly
 from ..support.ring_cases import inputs, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -52,8 +53,10 @@ def checkpointed(*given: Any) -> Any:
     return checkpoint(attend, *given, use_reentrant=False)
 
 
-@pytest.mark.parametrize("function", [compiled, checkpointed])
-@pytest.mark.parametrize("mesh", [False, True])
+ROUTES = [(False, compiled), (True, checkpointed), (True, compiled), (False, checkpointed)]
+
+
+@pytest.mark.parametrize(("mesh", "function"), rest_nightly(ROUTES, *ROUTES[:2]))
 def test_own_layouts_compile_and_checkpoint(function: Callable[..., Tensor], mesh: bool) -> None:
     whole = inputs(TOKENS)
 

@@ -28,6 +28,7 @@ from ..support.mask_cases import (
     run_ring_case,
     take_rank_tokens,
 )
+from ..support.nightly import rest_nightly
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -127,7 +128,10 @@ def test_each_feature_is_exact(name: str, layout: str, world: int) -> None:
     check_case(case_of(world, layout, call | {"backend": "aten"}))
 
 
-@pytest.mark.parametrize(("number", "name"), [*enumerate([*MASKS, *PATTERNS, *SCORES])])
+NUMBERED = [*enumerate([*MASKS, *PATTERNS, *SCORES])]
+
+
+@pytest.mark.parametrize(("number", "name"), rest_nightly(NUMBERED, *NUMBERED[:-1]))
 def test_each_feature_is_exact_in_runs_of_tokens(number: int, name: str) -> None:
     """Each case takes the next world, layout and ring; the kernels compute that with all scores."""
     backend = "triton" if name == "all scores" else "aten"
@@ -142,9 +146,15 @@ LAUNCHED = (
     "islands", "intervals", "window", "causal documents", "prefix", "padding", "longformer", "bigbird in documents",
     "dropout", "least",
 )  # fmt: skip
+ON_KERNELS = [*zip(LAUNCHED, cycle(["contiguous", "striped", "zigzag"]))]
+OTHER_ARGUMENTS = [ON_KERNELS[at] for at in (0, 6, 7, 8, 9)]
+"""Features that give a kernel other arguments: several intervals, blocks, and scores."""
 
 
-@pytest.mark.parametrize(("name", "layout"), [*zip(LAUNCHED, cycle(["contiguous", "striped", "zigzag"]))])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    rest_nightly(ON_KERNELS, *OTHER_ARGUMENTS),
+)
 def test_the_ring_passes_each_feature_to_the_kernels(name: str, layout: str) -> None:
     call = PATTERNS[name](BLOCK["triton"]) if name in PATTERNS else (MASKS | SCORES)[name]
     check_case(case_of(2, layout, call | {"backend": "triton"}))

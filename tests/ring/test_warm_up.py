@@ -138,6 +138,7 @@ with patch.object(driver, "_active", StandInDriver(90, device=1090)):
 """
 
 
+@pytest.mark.compiles("kernels/warm_up.py", "ring/warm_up.py")
 def test_launches_are_compiled_once_and_loaded_from_the_cache(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

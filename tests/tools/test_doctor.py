@@ -103,6 +103,7 @@ def in_a_launcher(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
+@pytest.mark.nightly
 def test_doctor_on_two_processes(target: Path) -> None:
     code, output = launch_processes(2, in_a_launcher, "--json", str(target))
     assert code == 0, output
