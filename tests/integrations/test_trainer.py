@@ -48,7 +48,7 @@ def environment(rank: int, world: int) -> None:
 
 OPTIONS: dict[str, Any] = {
     "use_cpu": True, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_train_epochs": 2,
-    "learning_rate": 0.01, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "seed": 5,
+    "optim": "sgd", "learning_rate": 0.1, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "seed": 5,
     "disable_tqdm": True, "max_grad_norm": 1.0,
 }  # fmt: skip
 
