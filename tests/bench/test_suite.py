@@ -310,8 +310,8 @@ def test_rehearsal_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ran = CliRunner().invoke(cli.app, flags)
     assert ran.exit_code == 0, ran.output
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # CPU time, because other processes may be running
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180
+    # half of the suite's budget of 8 minutes; CPU time, because other processes may be running
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 240
     rows = read_result(tmp_path / "results.json").rows
     assert [row["part"] for row in rows] == [part.name for part in suite_parts.gpu_parts()]
     assert {row["state"] for row in rows} == {"done"}
