@@ -122,9 +122,10 @@ class Adapter(Protocol):
 
 
 READY = {
-    "ringattn": "ours", "lucidrains": "lucidrains", "zhuzilin": "zhuzilin", "zhuzilin-varlen": "zhuzilin:varlen",
-    "usp": "usp", "torch-sdpa": "torch_cp:sdpa", "torch-flex": "torch_cp:flex", "transformers": "torch_cp:accelerate",
-    "accelerate": "torch_cp:accelerate", "diffusers": "diffusers", "megatron": "megatron",
+    "ringattn": "ours", "lucidrains": "lucidrains", "zhuzilin": "flash_rings:fixed", "usp": "flash_rings:usp",
+    "zhuzilin-varlen": "flash_rings:varlen", "torch-sdpa": "torch_rings:sdpa", "torch-flex": "torch_rings:flex",
+    "transformers": "torch_rings:accelerate", "accelerate": "torch_rings:accelerate", "megatron": "megatron",
+    "diffusers": "torch_rings:diffusers",
 }  # fmt: skip
 """Module of :mod:`.adapters` of every ready adapter, by name."""
 _registered = dict[str, str]()
@@ -148,6 +149,7 @@ class Target:
     """A loaded target with the defaults of :class:`Adapter`."""
 
     adapter: Any
+    device: Any = "cpu"
 
     @property
     def version(self) -> str:
@@ -167,28 +169,10 @@ class Target:
         """Return the positions of the tokens of ``call.rank``."""
         import torch
 
+        from .standalone import default_positions
+
         positions: Callable[[TargetCall], Any] = getattr(self.adapter, "positions", default_positions)
         return torch.as_tensor(positions(call)).long()
-
-
-def default_positions(call: TargetCall) -> Tensor:
-    """Return the positions of the tokens of ``call.rank`` in ``call.layout``."""
-    import torch
-
-    whole = torch.arange(call.tokens)
-    if call.layout == "striped":
-        return whole[call.rank :: call.world]
-    if call.layout == "zigzag":
-        parts = whole.chunk(2 * call.world)
-        return torch.cat([parts[call.rank], parts[2 * call.world - 1 - call.rank]])
-    if call.layout == "uneven":
-        return torch.split(whole, uneven_lengths(call.world))[call.rank]
-    return torch.chunk(whole, call.world)[call.rank]
-
-
-def uneven_lengths(world: int) -> list[int]:
-    """Return the numbers of tokens of the ranks in the layout ``uneven``."""
-    return [16 - 5 * (rank % 3) for rank in range(world)]
 
 
 def load_target(target: str) -> Target:

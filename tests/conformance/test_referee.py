@@ -15,34 +15,33 @@ import pytest
 from ringattn.conformance import protocol
 from ringattn.conformance.cases import Case, pairwise_cases, select_cases
 from ringattn.conformance.causes import BASE_2_MERGE, DOCUMENT, FUTURE
+from ringattn.conformance.evidence import run_case
 from ringattn.conformance.merge import judge_merge
 from ringattn.conformance.model import judge_model
 from ringattn.conformance.protocol import AXES, Target
 from ringattn.conformance.ranks import Ranks, Reply
 from ringattn.conformance.referee import Outcome, Referee, VerdictJournal, judge
-from ringattn.conformance.worker import run_case
 
 from ..support import bad_targets
-from ..support.rank_processes import PRELOADED
 
 FORWARD = Case(gradients="none")
 
 
-def run_bad(target: Target, rank: int, case: Case, probe: bool, name: str) -> dict[str, Any]:
+def run_bad(target: Target, rank: int, case: Case, name: str) -> dict[str, Any]:
     """Run a case on a bad target, in processes that were started for another one."""
     found = getattr(bad_targets, name)
     adapter = found if hasattr(found, "attend") else protocol.load_target(f"{bad_targets.__name__}:{name}").adapter
-    return run_case(replace(target, adapter=adapter), rank, case, 0, probe)
+    return run_case(replace(target, adapter=adapter), rank, case)
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(2, bad_targets.__name__, preload=PRELOADED) as processes:
+    with Ranks(2, bad_targets.__name__) as processes:
         yield processes
 
 
 def verdict(ranks: Ranks, name: str, case: Case = FORWARD, deadline: float = 30.0) -> Outcome:
-    return judge(case, 0, lambda case, probe: ranks.run(run_bad, case, probe, name, deadline=deadline))
+    return judge(case, lambda case: ranks.run(run_bad, case, name, deadline=deadline))
 
 
 @pytest.mark.parametrize(("name", "status", "text"), [
@@ -92,7 +91,7 @@ def test_the_example_of_the_protocol_is_right() -> None:
     exec(dedent(str(protocol.__doc__).partition("::\n")[2].partition("\n\nOnly")[0]), example)
     target = Target(SimpleNamespace(**example))
     assert target.refusal(case) == "" and "window" in target.refusal(replace(case, mask="window"))
-    outcome = judge(case, 0, lambda case, probe: Reply("ok", [run_case(target, 0, case, 0, probe)]))
+    outcome = judge(case, lambda case: Reply("ok", [run_case(target, 0, case)]))
     assert outcome.status == "right", outcome.sentence()
 
 
@@ -123,7 +122,7 @@ def test_a_journal_resumes_only_its_own_run(tmp_path: Path) -> None:
 
 
 def failures(name: str, judged: Any, worlds: tuple[int, ...] = (1,)) -> list[str]:
-    with Referee(f"{bad_targets.__name__}:{name}", worlds=worlds, preload=PRELOADED) as referee:
+    with Referee(f"{bad_targets.__name__}:{name}", worlds=worlds) as referee:
         return list(judged(referee).failed)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
-from ringattn.conformance.protocol import default_positions
+from ringattn.conformance.standalone import default_positions
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Any, *, sees_future: bool = False) -> Tensor:
