@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,20 +119,21 @@ def conformance(
 def judge_cases(referee: Referee, seconds: float, only: str, out: Path | None) -> tuple[Result, str]:
     """Judge the cases of a target; return the result and its text for a terminal."""
     from ..bench.common.progress import progress
-    from .referee import REFUSED, Outcome, VerdictJournal
+    from .referee import REFUSED, Outcome, open_journal
     from .reproduce import write_reproduction
 
     version, cases, refused = referee.describe()
     header = {"target": referee.target, "version": version, "seed": referee.seed}
-    journal = VerdictJournal(out / "journal.jsonl" if out else None, header)
+    known = {} if out is None else open_journal(out / "journal.jsonl", header)
     cases = [case for case in cases if only in case.id]
-    open_cases = [case for case in cases if case not in journal.outcomes]
-    with progress() as step:
+    open_cases = [case for case in cases if case not in known]
+    with progress() as step, open(os.devnull if out is None else out / "journal.jsonl", "a") as journal:
         step(referee.target, len(open_cases))
         for outcome in referee.outcomes(open_cases, seconds):
-            journal.add(outcome)
+            known[outcome.case] = outcome
+            print(dumps(asdict(outcome)), file=journal, flush=True)
             step(referee.target, None)
-    verdicts = [journal.outcomes[case] for case in cases if case in journal.outcomes]
+    verdicts = [known[case] for case in cases if case in known]
     outcomes = [*verdicts, *(Outcome(case, REFUSED, message=reason) for case, reason in refused.items())]
     failures = first_of_each_kind(verdicts)
     notes = [f"{referee.target}: {version}, seed {referee.seed}"]

@@ -125,7 +125,7 @@ def collect_evidence(case: Case, parts: Sequence[dict[str, Any]]) -> Evidence:
         draws = kept[exact["weights"] > 0].double()
         share, sigma = 1 - draws.mean().item(), (rate * (1 - rate) / len(draws)) ** 0.5
         wrong_rate = f"{share:.3f}, not {rate}" if abs(share - rate) > RATE_SIGMAS * sigma else ""
-        factors = kept / (1.0 - rate)
+        factors = kept.double() / (1 - rate)
         exact = attend_plainly(whole, call, factors=factors)
     rounded = attend_plainly(whole, call, dtype=call.dtype, factors=factors)
     sizes, limits = _sizes(whole, call, exact), dict[str, float]()

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -128,20 +127,11 @@ READY = {
     "diffusers": "torch_rings:diffusers",
 }  # fmt: skip
 """Module of :mod:`.adapters` of every ready adapter, by name."""
-_registered = dict[str, str]()
-
-
-def register(name: str, target: str) -> None:
-    """Make ``target``, ``package.module`` or ``package.module:name``, available as ``name``."""
-    if name in READY or name in _registered:
-        raise ValueError(f"name is {name!r}: this adapter is already registered")
-    _registered[name] = target
 
 
 def resolve_path(target: str) -> str:
-    """Return the import path of a target, which may be the name of an adapter."""
-    ready = f"{__package__}.adapters.{READY[target]}" if target in READY else target
-    return _registered.get(target, ready)
+    """Return the import path of a target, which may be the name of a ready adapter."""
+    return f"{__package__}.adapters.{READY[target]}" if target in READY else target
 
 
 @dataclass(frozen=True)
@@ -159,11 +149,9 @@ class Target:
 
     def refusal(self, case: Case) -> str:
         """Return why a case is outside what the target says it supports, or an empty text."""
-        claimed: Collection[str] = getattr(self.adapter, "features", HINTS)
-        if missing := sorted(case.features - {*claimed}):
+        if missing := sorted(case.features - {*getattr(self.adapter, "features", HINTS)}):
             return f"it does not say that it supports {', '.join(missing)}"
-        supports: Callable[[TargetCall], str] = getattr(self.adapter, "supports", lambda call: "")
-        return supports(case.call()) or ""
+        return self.adapter.supports(case.call()) or "" if hasattr(self.adapter, "supports") else ""
 
     def positions(self, call: TargetCall) -> Tensor:
         """Return the positions of the tokens of ``call.rank``."""
@@ -171,8 +159,7 @@ class Target:
 
         from .standalone import default_positions
 
-        positions: Callable[[TargetCall], Any] = getattr(self.adapter, "positions", default_positions)
-        return torch.as_tensor(positions(call)).long()
+        return torch.as_tensor(getattr(self.adapter, "positions", default_positions)(call)).long()
 
 
 def load_target(target: str) -> Target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -174,29 +174,16 @@ def _list_shards(target: Target, rank: int, case: Case) -> list[list[int]]:
     return [target.positions(case.call(other)).tolist() for other in range(case.world)]
 
 
-class VerdictJournal:
-    """Verdicts by case. If it has a file, it has a line per verdict, from which a run of the same target resumes."""
+def open_journal(path: Path, header: dict[str, Any]) -> dict[Case, Outcome]:
+    """Start a journal, or return the verdicts of an earlier run of the same target, one per line.
 
-    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
-        """Open a journal.
-
-        Raises:
-            ValueError: If the file belongs to another target, version or seed.
-        """
-        self.path, self.outcomes = path, dict[Case, Outcome]()
-        lines = path.read_text().splitlines() if path is not None and path.exists() else [json.dumps(header)]
-        if json.loads(lines[0]) != header:
-            raise ValueError(f"--out has a journal of another run, {lines[0]}. Choose another folder, or delete it.")
-        lines = [line for line in lines if line.endswith("}")]  # else the run was killed while it wrote
-        for fields in map(json.loads, lines[1:]):
-            outcome = Outcome(**fields | {"case": Case(**fields["case"])})
-            self.outcomes[outcome.case] = outcome
-        if path is not None:
-            path.write_text("".join(f"{line}\n" for line in lines))
-
-    def add(self, outcome: Outcome) -> None:
-        """Append a verdict."""
-        self.outcomes[outcome.case] = outcome
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(f"{json.dumps(asdict(outcome))}\n")
+    Raises:
+        ValueError: If the file belongs to another target, version or seed.
+    """
+    text = path.read_text() if path.exists() else ""
+    first, *lines = text.split("\n")[:-1] or [json.dumps(header)]  # the last line may have been cut off
+    if json.loads(first) != header:
+        raise ValueError(f"--out has a journal of another run, {first}. Choose another folder, or delete it.")
+    path.write_text("".join(f"{line}\n" for line in (first, *lines)))
+    outcomes = (Outcome(**fields | {"case": Case(**fields["case"])}) for fields in map(json.loads, lines))
+    return {outcome.case: outcome for outcome in outcomes}

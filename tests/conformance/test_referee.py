@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from ringattn.conformance.merge import judge_merge
 from ringattn.conformance.model import judge_model
 from ringattn.conformance.protocol import AXES, Target
 from ringattn.conformance.ranks import Ranks, Reply
-from ringattn.conformance.referee import Outcome, Referee, VerdictJournal, judge
+from ringattn.conformance.referee import Outcome, Referee, judge, open_journal
 
 from ..support import bad_targets
 
@@ -78,14 +78,6 @@ def test_a_target_that_cannot_be_loaded() -> None:
             protocol.load_target(target)
 
 
-def test_registered_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_registered", {})
-    protocol.register("mine", bad_targets.__name__)
-    assert protocol.load_target("mine").adapter is bad_targets
-    with pytest.raises(ValueError, match="already registered"):
-        protocol.register("lucidrains", bad_targets.__name__)
-
-
 def test_the_example_of_the_protocol_is_right() -> None:
     example, case = dict[str, Any](), Case(world=1, heads="4/4")
     exec(dedent(str(protocol.__doc__).partition("::\n")[2].partition("\n\nOnly")[0]), example)
@@ -112,13 +104,12 @@ def test_every_supported_pair_of_values_is_chosen() -> None:
 def test_a_journal_resumes_only_its_own_run(tmp_path: Path) -> None:
     path, header = tmp_path / "journal.jsonl", {"target": "a", "seed": 0}
     outcome = Outcome(Case(world=3), "wrong", "a cause", notes=["a note"], error=2.0)
-    VerdictJournal(path, header).add(outcome)
+    assert open_journal(path, header) == {}
     with path.open("a") as file:
-        file.write('{"case": {"mask": "cau')  # the run was killed while it wrote
-    assert VerdictJournal(path, header).outcomes == {outcome.case: outcome}
-    assert [*map(json.loads, path.read_text().splitlines())][1]["cause"] == "a cause"
+        file.write(f'{json.dumps(asdict(outcome))}\n{{"case": {{}}')  # the run was killed while it wrote
+    assert open_journal(path, header) == open_journal(path, header) == {outcome.case: outcome}
     with pytest.raises(ValueError, match="another run"):
-        VerdictJournal(path, header | {"seed": 1})
+        open_journal(path, header | {"seed": 1})
 
 
 def failures(name: str, judged: Any, worlds: tuple[int, ...] = (1,)) -> list[str]:
