@@ -48,13 +48,6 @@ class Case:
         return sum(uneven_lengths(world)) if self.layout == "uneven" else TOKENS_PER_RANK * world
 
     @property
-    def cu_seqlens(self) -> tuple[int, ...] | None:
-        """Boundaries of the documents: multiples of twice the number of ranks, or any, with one of a single token."""
-        tokens, world = self.tokens, self.length_world or self.world
-        edges = {"aligned": (0, 4 * world, 10 * world, tokens), "ragged": (0, 1, 1 + tokens // 3, tokens - 4, tokens)}
-        return edges.get(self.documents)
-
-    @property
     def features(self) -> frozenset[str]:
         """The features that the case uses, by the names in :data:`.protocol.HINTS`."""
         heads, kv_heads = self.heads.split("/")
@@ -69,20 +62,25 @@ class Case:
         """Return a rank's call."""
         heads, kv_heads = map(int, self.heads.split("/"))
         tokens, generator = self.tokens, torch.Generator().manual_seed(heads)
+        grain = 2 * (self.length_world or self.world)  # zigzag's documents must be multiples of it
         lengths = (tokens - 5,) * (1 + tokens) if self.is_probe else (tokens - 5, max(1, tokens // 2))
         options: dict[str, dict[str, Any]] = {
             "causal": {"causal": True}, "window": {"causal": True, "window_size": (9, 0)},
             "two-sided window": {"window_size": (5, 3)}, "prefix": {"causal": True, "prefix_length": tokens // 3},
-            "padding": {"seqused_k": lengths}, "scale": {"softmax_scale": 0.4}, "softcap": {"softcap": 1.5},
+            "padding": {"seqused_k": lengths},
+            "aligned": {"cu_seqlens": (0, 2 * grain, 5 * grain, tokens)},
+            "ragged": {"cu_seqlens": (0, 1, 1 + tokens // 3, tokens - 4, tokens)},
+            "scale": {"softmax_scale": 0.4}, "softcap": {"softcap": 1.5},
             "sink": {"sink": torch.randn(heads, generator=generator)},
             "alibi": {"alibi_slopes": torch.rand(heads, generator=generator.manual_seed(heads))},
             "dropout": {"dropout_p": DROPOUT, "dropout_seed": 7, "head_dim": tokens},
         }  # fmt: skip
         call = TargetCall(
             rank, self.world, tokens, self.layout, len(lengths), heads, kv_heads, HEAD_DIM, getattr(torch, self.dtype),
-            self.features, cu_seqlens=self.cu_seqlens, needs_lse="lse" in self.features,
+            tuple(sorted(self.features)), needs_lse="lse" in self.features,
         )  # fmt: skip
-        return replace(call, **options.get(self.mask, {}), **options.get(self.scores, {}))
+        mask, documents, scores = (options.get(value, {}) for value in (self.mask, self.documents, self.scores))
+        return replace(call, **mask, **documents, **scores)
 
     def inputs(self) -> Results:
         """Return q, k, v, dout and dlse of the whole sequence; with dropout, ``v`` is the identity."""

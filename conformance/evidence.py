@@ -66,8 +66,8 @@ class Evidence:
     exact: Results
     limits: dict[str, float]
     """Error that each result may have."""
-    factors: Tensor | None
-    """Dropout factors that the target drew, ``[B, H, S, S]``."""
+    factors: Tensor
+    """Dropout factors that the target drew, ``[B, H, S, S]``, or 1."""
     wrong_rate: str
     """Share of the weights that the target dropped, if chance does not explain it."""
 
@@ -104,7 +104,7 @@ class Evidence:
             return f"{name} of head {place[0]}: {size}"
         token, head = place[token_dim(name)], place[3 - token_dim(name)]
         documents = number_documents(self.case.call())
-        document = f", document {int(documents[token]) - 1}" if self.case.cu_seqlens else ""
+        document = f", document {int(documents[token]) - 1}" if self.case.documents != "none" else ""
         others = ", ".join(other for other in self.errors if self.is_wrong(other) and other != name)
         place_text = f"{name} of rank {self.owner(token)}, row {place[0]}, token {token}{document}, head {head}"
         return f"{place_text}: {size}{f'; {others} wrong, too' if others else ''}"
@@ -119,7 +119,7 @@ def collect_evidence(case: Case, parts: Sequence[dict[str, Any]]) -> Evidence:
         ValueError: If the shards do not hold every token once.
     """
     (actual, shards), whole, call = join_parts(case, parts), case.inputs(), case.call()
-    exact, factors, wrong_rate = attend_plainly(whole, call), None, ""
+    exact, factors, wrong_rate = attend_plainly(whole, call), torch.ones(()), ""
     if rate := call.dropout_p:
         kept = actual["out"].double().transpose(1, 2) > 0.5 * exact["weights"]
         draws = kept[exact["weights"] > 0].double()

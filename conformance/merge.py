@@ -24,10 +24,9 @@ KINDS = {
 }  # fmt: skip
 """Kinds of parts, and how many there are."""
 UNITS = dict.fromkeys(("case", "status", "cause", "error", "message"), "")
-Parts = tuple[list[Tensor], list[Tensor]]
 
 
-def build_parts(kind: str, seed: int) -> Parts:
+def build_parts(kind: str, seed: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parts ``(outs, lses)`` of a kind."""
     generator = torch.Generator().manual_seed(seed)
     outs = [torch.randn(2, 8, 3, 16, generator=generator) for _ in range(KINDS[kind])]

@@ -87,7 +87,7 @@ class TargetCall:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    features: frozenset[str]
+    features: tuple[str, ...]
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     prefix_length: int = 0

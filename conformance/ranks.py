@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -121,12 +121,6 @@ class Ranks:
             self._printed[rank], printed = start + len(text), printed + text
         lines = printed.decode(errors="replace").strip().splitlines()
         return (*dict.fromkeys(notes), *(f"it prints {line[:60]!r}" for line in lines[:1]))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the processes and delete what they printed."""

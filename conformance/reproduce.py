@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -66,22 +64,17 @@ def write_reproduction(folder: Path, target: str, title: str, case: Case, positi
         statement = f"from {module} import {attribute} as target" if attribute else f"import {module} as target"
         source, attend = f"sys.path.append(os.getcwd())\n{statement}", 'getattr(target, "attend", target)'
     call = case.call()
-    values = {field.name: getattr(call, field.name) for field in fields(call)}
-    literals = [f"    {key}={_literal(x)},\n" for key, x in values.items() if key not in ("rank", "group", "positions")]
+    values = {name: x for name, x in vars(call).items() if name not in ("rank", "group", "positions")}
+    literals = {name: f"torch.tensor({x.tolist()})" if isinstance(x, Tensor) else repr(x) for name, x in values.items()}
+    fields = "".join(f"    {name}={literal},\n" for name, literal in literals.items())
     program = PROGRAM.format(
         title=title.replace("\\", "/").replace('"""', "'''"), name=name, target=source, attend=attend,
-        standalone=_read_source("standalone.py"), call=f"dict(\n{''.join(literals)})", positions=positions,
+        standalone=_read_source("standalone.py"), call=f"dict(\n{fields})", positions=positions,
         seed=case.input_seed,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(program)
     return folder / name
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, frozenset):
-        return f"{{{', '.join(map(repr, sorted(value)))}}}"
-    return f"torch.tensor({value.tolist()})" if isinstance(value, Tensor) else repr(value)
 
 
 def _read_source(name: str) -> str:

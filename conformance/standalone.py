@@ -74,7 +74,7 @@ def visible_keys(call: Any) -> Tensor:
 
 
 def attend_plainly(
-    whole: Results, call: Any, *, dtype: torch.dtype = torch.float64, factors: Tensor | None = None,
+    whole: Results, call: Any, *, dtype: torch.dtype = torch.float64, factors: Tensor | float = 1.0,
     heads: Tensor | None = None, keys: Tensor | None = None,
 ) -> Results:  # fmt: skip
     """Return out, lse, their gradients, the weights, and ``blind``, the rows that see no key, by the plain formula.
@@ -106,7 +106,7 @@ def attend_plainly(
     scores = scores.masked_fill(blind[..., None], 0.0)
     lse = scores.logsumexp(-1).masked_fill(blind, -math.inf)
     weights = scores.softmax(-1)[..., : call.tokens].masked_fill(blind[..., None], 0.0).to(dtype)
-    weights = weights if factors is None else weights * factors.to(dtype)
+    weights = weights * torch.as_tensor(factors, dtype=dtype)
     out = (weights @ v[:, heads]).transpose(1, 2)
     grads = whole["dout"].to(dtype), whole["dlse"].to(wide).masked_fill(blind, 0.0) * call.needs_lse
     results = {"out": out, "lse": lse, "weights": weights, "blind": blind}

@@ -36,8 +36,9 @@ def run_bad(target: Target, rank: int, case: Case, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(2, bad_targets.__name__) as processes:
-        yield processes
+    processes = Ranks(2, bad_targets.__name__)
+    yield processes
+    processes.close()
 
 
 def verdict(ranks: Ranks, name: str, case: Case = FORWARD, deadline: float = 30.0) -> Outcome:
