@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,8 +84,11 @@ def _outputs(evidence: Evidence) -> Iterator[Hypothesis]:
     if call.heads != call.kv_heads:
         yield HEADS, attend_plainly(whole, call, heads=torch.arange(call.heads) % call.kv_heads)
     yield SCALE_TWICE, attend_plainly(whole, replace(call, softmax_scale=scale**2))
-    neutral = {"scale": {"softmax_scale": None}, "softcap": {"softcap": 0.0}, "alibi": {"alibi_slopes": None}}
-    for name, value in neutral.get(evidence.case.scores, {}).items():
+    neutral: dict[str, tuple[str, Any]] = {
+        "scale": ("softmax_scale", None), "softcap": ("softcap", 0.0), "alibi": ("alibi_slopes", None),
+    }  # fmt: skip
+    if evidence.case.scores in neutral:
+        name, value = neutral[evidence.case.scores]
         yield f"{name} is ignored", attend_plainly(whole, replace(call, **{name: value}))
     yield BASE_2, {"lse": evidence.exact["lse"] / torch.tensor(2.0).double().log()}
     parts = [attend_plainly(whole, call, keys=keys) for keys in _shard_masks(evidence)]

@@ -151,7 +151,7 @@ class Target:
         """Return why a case is outside what the target says it supports, or an empty text."""
         if missing := sorted(case.features - {*getattr(self.adapter, "features", HINTS)}):
             return f"it does not say that it supports {', '.join(missing)}"
-        return self.adapter.supports(case.call()) or "" if hasattr(self.adapter, "supports") else ""
+        return str(self.adapter.supports(case.call()) or "") if hasattr(self.adapter, "supports") else ""
 
     def positions(self, call: TargetCall) -> Tensor:
         """Return the positions of the tokens of ``call.rank``."""

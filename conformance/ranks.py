@@ -44,7 +44,7 @@ class Reply(NamedTuple):
     error: str = ""
     """Name of the exception's type."""
     text: str = ""
-    notes: tuple[str, ...] = ()
+    notes: str = ""
     """What the ranks did beside the request: fork, or print to standard output."""
 
 
@@ -114,13 +114,13 @@ class Ranks:
         lines = self._log(rank).with_suffix(".err").read_text(errors="replace").strip().splitlines()
         return f"{cause}{f': {lines[-1]}' if lines else ''}"
 
-    def _notes(self, answers: dict[int, Reply]) -> tuple[str, ...]:
-        notes, printed = [note for reply in answers.values() for note in reply.notes], b""
+    def _notes(self, answers: dict[int, Reply]) -> str:
+        notes, printed = {reply.notes for reply in answers.values() if reply.notes}, b""
         for rank, start in enumerate(self._printed):
             text = self._log(rank).read_bytes()[start:] if self._log(rank).exists() else b""
             self._printed[rank], printed = start + len(text), printed + text
         lines = printed.decode(errors="replace").strip().splitlines()
-        return (*dict.fromkeys(notes), *(f"it prints {line[:60]!r}" for line in lines[:1]))
+        return "; ".join([*notes, *(f"it prints {line[:60]!r}" for line in lines[:1])])
 
     def close(self) -> None:
         """End the processes and delete what they printed."""
@@ -148,11 +148,12 @@ def serve(place: LaunchedRank, port: int, pipe: Connection, log: Path, path: str
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     for stream, name in ((1, log), (2, log.with_suffix(".err"))):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    forks, own = list[str](), os.getpid()
-    os.register_at_fork(after_in_parent=lambda: forks.append("it forks processes"))
+    forks, own = set[str](), os.getpid()
+    os.register_at_fork(after_in_parent=lambda: forks.add("it forks processes"))
     torch.set_num_threads(1)
     os.environ |= rank_environment(place, port) | {"TORCH_DIST_INIT_BARRIER": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    device, backend, target = place.shared_device(kind), "gloo", None
+    device, backend = place.shared_device(kind), "gloo"
+    target: Any = None
     if kind == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
@@ -167,9 +168,9 @@ def serve(place: LaunchedRank, port: int, pipe: Connection, log: Path, path: str
         try:
             target = target or replace(load_target(path), device=device)
             value = work(target, place.rank, *arguments)
-            answer = pickle.dumps(Reply("ok", [value], notes=tuple(forks)))
+            answer = pickle.dumps(Reply("ok", [value], notes="".join(forks)))
         except BaseException as error:  # SystemExit of a target, too
-            answer = pickle.dumps(Reply("error", [], type(error).__name__, str(error), tuple(forks)))
+            answer = pickle.dumps(Reply("error", [], type(error).__name__, str(error), "".join(forks)))
         if os.getpid() != own:
             os._exit(0)
         sys.stdout.flush()

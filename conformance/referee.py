@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,20 +34,17 @@ class Outcome:
     """Largest error as a multiple of its limit."""
     message: str = ""
     """What the target raised or said."""
-    notes: list[str] = field(default_factory=list)
+    notes: str = ""
+    """What the target did beside."""
 
     def as_row(self) -> dict[str, Any]:
         """Return the outcome as a row of a result, with the case's axes as columns."""
         axes = {name: getattr(self.case, name) for name in AXES}
-        return axes | {name: value for name, value in vars(self).items() if name != "case"} | {"notes": self._notes}
-
-    @property
-    def _notes(self) -> str:
-        return "; ".join(self.notes)
+        return axes | {name: value for name, value in vars(self).items() if name != "case"}
 
     def sentence(self) -> str:
         """Return the verdict in one line."""
-        details = "; ".join(text for text in (self.cause, self.where, self.message, self._notes) if text)
+        details = "; ".join(text for text in (self.cause, self.where, self.message, self.notes) if text)
         return f"{self.case.id}: {self.status}{': ' if details else ''}{details}"
 
 
@@ -59,10 +56,10 @@ def judge(case: Case, run: Runner) -> Outcome:
     try:
         evidence = collect_evidence(case, reply.values)
     except ValueError as error:
-        return Outcome(case, MISUSE, message=str(error), notes=[*reply.notes])
+        return Outcome(case, MISUSE, message=str(error), notes=reply.notes)
     changes = [*dict.fromkeys(note for part in reply.values for note in part["notes"])]
     worst = max(evidence.errors, key=lambda name: evidence.errors[name])
-    outcome = Outcome(case, RIGHT, error=evidence.errors[worst], notes=[*changes, *reply.notes])
+    outcome = Outcome(case, RIGHT, error=evidence.errors[worst], notes="; ".join(filter(None, (*changes, reply.notes))))
     if evidence.wrong_rate:
         return replace(outcome, status=WRONG, cause=f"{DROPOUT_RATE}: {evidence.wrong_rate}", error=None)
     if evidence.errors[worst] > 1:
@@ -81,7 +78,7 @@ def _judge_failure(case: Case, reply: Reply) -> Outcome:
         hints = {hint for feature in case.features for hint in HINTS[feature]} | {"rank", "world"}
         if reply.error in ("ValueError", "NotImplementedError") and any(hint in message.lower() for hint in hints):
             status = REFUSED
-    return Outcome(case, status, message=message, notes=[*reply.notes])
+    return Outcome(case, status, message=message, notes=reply.notes)
 
 
 def _compare_dropout(outcome: Outcome, evidence: Evidence, run: Runner) -> Outcome:
@@ -90,7 +87,7 @@ def _compare_dropout(outcome: Outcome, evidence: Evidence, run: Runner) -> Outco
     alone = replace(case, world=1, layout="contiguous", gradients="none", length_world=case.world)
     reply = run(alone)
     if reply.status != "ok" or alone.tokens != case.tokens:
-        return replace(outcome, notes=["its dropout cannot be compared with that of one rank"])
+        return replace(outcome, notes="its dropout cannot be compared with that of one rank")
     is_same = torch.equal(collect_evidence(alone, reply.values).factors, evidence.factors)
     return outcome if is_same else replace(outcome, status=WRONG, cause=DROPOUT_WORLD)
 

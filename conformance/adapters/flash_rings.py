@@ -59,7 +59,8 @@ def _flash_attn_backward(
 
 
 def _documents(edges_q: Tensor, edges_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    return zip(*([slice(*edge) for edge in pairwise(x.tolist())] for x in (edges_q, edges_k)), strict=True)
+    for i, j in zip(pairwise(edges_q.tolist()), pairwise(edges_k.tolist()), strict=True):
+        yield slice(*i), slice(*j)
 
 
 def _flash_attn_varlen_forward(
@@ -136,7 +137,7 @@ def _varlen_positions(call: Any) -> Any:
 
 
 def _varlen_attend(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
-    edges = torch.tensor(call.cu_seqlens, dtype=torch.int32)
+    edges, rest = torch.tensor(call.cu_seqlens, dtype=torch.int32), tuple[Any, ...]()
     if call.layout == "contiguous":
         theirs = _zhuzilin("llama3_flash_attn_varlen")
         *prepared, keys = theirs.llama3_flash_attn_prepare_cu_seqlens(edges, call.causal, call.rank, call.world)

@@ -104,7 +104,7 @@ def test_every_supported_pair_of_values_is_chosen() -> None:
 
 def test_a_journal_resumes_only_its_own_run(tmp_path: Path) -> None:
     path, header = tmp_path / "journal.jsonl", {"target": "a", "seed": 0}
-    outcome = Outcome(Case(world=3), "wrong", "a cause", notes=["a note"], error=2.0)
+    outcome = Outcome(Case(world=3), "wrong", "a cause", notes="a note", error=2.0)
     assert open_journal(path, header) == {}
     with path.open("a") as file:
         file.write(f'{json.dumps(asdict(outcome))}\n{{"case": {{}}')  # the run was killed while it wrote
