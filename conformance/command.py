@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from json import dumps
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,25 +117,28 @@ def conformance(
 
 def judge_cases(referee: Referee, seconds: float, only: str, out: Path | None) -> tuple[Result, str]:
     """Judge the cases of a target; return the result and its text for a terminal."""
+    from ..autotune.store import Journal
     from ..bench.common.progress import progress
-    from .referee import REFUSED, Outcome, open_journal
+    from .referee import REFUSED, Outcome
     from .reproduce import write_reproduction
 
     version, cases, refused = referee.describe()
-    header = {"target": referee.target, "version": version, "seed": referee.seed}
-    known = {} if out is None else open_journal(out / "journal.jsonl", header)
-    cases = [case for case in cases if only in case.id]
+    run, cases = f"{referee.target}: {version}, seed {referee.seed}", [case for case in cases if only in case.id]
+    journal = None if out is None else Journal(out / "journal.jsonl", run)
+    known = {case: outcome for case in cases if journal and (outcome := journal.get(case.id, Outcome))}
     open_cases = [case for case in cases if case not in known]
-    with progress() as step, open(os.devnull if out is None else out / "journal.jsonl", "a") as journal:
+    with progress() as step:
         step(referee.target, len(open_cases))
         for outcome in referee.outcomes(open_cases, seconds):
             known[outcome.case] = outcome
-            print(dumps(asdict(outcome)), file=journal, flush=True)
+            if journal:
+                error = None if outcome.error == math.inf else outcome.error  # JSON has no infinity
+                journal.put(outcome.case.id, asdict(replace(outcome, error=error)))
             step(referee.target, None)
     verdicts = [known[case] for case in cases if case in known]
     outcomes = [*verdicts, *(Outcome(case, REFUSED, message=reason) for case, reason in refused.items())]
     failures = first_of_each_kind(verdicts)
-    notes = [f"{referee.target}: {version}, seed {referee.seed}"]
+    notes = [run]
     notes += [f"{len(cases) - len(verdicts)} cases were not run: --minutes is over"] * (len(verdicts) < len(cases))
     for outcome in failures:
         shards = referee.shards(outcome.case) if out is not None and outcome.case.scores != "dropout" else []

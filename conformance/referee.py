@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -169,18 +167,3 @@ def _describe(target: Target, rank: int, worlds: Sequence[int], seed: int) -> tu
 
 def _list_shards(target: Target, rank: int, case: Case) -> list[list[int]]:
     return [target.positions(case.call(other)).tolist() for other in range(case.world)]
-
-
-def open_journal(path: Path, header: dict[str, Any]) -> dict[Case, Outcome]:
-    """Start a journal, or return the verdicts of an earlier run of the same target, one per line.
-
-    Raises:
-        ValueError: If the file belongs to another target, version or seed.
-    """
-    text = path.read_text() if path.exists() else ""
-    first, *lines = text.split("\n")[:-1] or [json.dumps(header)]  # the last line may have been cut off
-    if json.loads(first) != header:
-        raise ValueError(f"--out has a journal of another run, {first}. Choose another folder, or delete it.")
-    path.write_text("".join(f"{line}\n" for line in (first, *lines)))
-    outcomes = (Outcome(**fields | {"case": Case(**fields["case"])}) for fields in map(json.loads, lines))
-    return {outcome.case: outcome for outcome in outcomes}

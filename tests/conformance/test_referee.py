@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,7 @@ from ringattn.conformance.merge import judge_merge
 from ringattn.conformance.model import judge_model
 from ringattn.conformance.protocol import AXES, Target
 from ringattn.conformance.ranks import Ranks, Reply
-from ringattn.conformance.referee import Outcome, Referee, judge, open_journal
+from ringattn.conformance.referee import Outcome, Referee, judge
 
 from ..support import bad_targets
 
@@ -100,17 +98,6 @@ def test_every_supported_pair_of_values_is_chosen() -> None:
     } - {("window", "striped")}
     rows = pairwise_cases("ab", range(3), (True, False))
     assert len({(a, b) for a, b, _ in rows}) == 6 and len({(b, c) for _, b, c in rows}) == 6
-
-
-def test_a_journal_resumes_only_its_own_run(tmp_path: Path) -> None:
-    path, header = tmp_path / "journal.jsonl", {"target": "a", "seed": 0}
-    outcome = Outcome(Case(world=3), "wrong", "a cause", notes="a note", error=2.0)
-    assert open_journal(path, header) == {}
-    with path.open("a") as file:
-        file.write(f'{json.dumps(asdict(outcome))}\n{{"case": {{}}')  # the run was killed while it wrote
-    assert open_journal(path, header) == open_journal(path, header) == {outcome.case: outcome}
-    with pytest.raises(ValueError, match="another run"):
-        open_journal(path, header | {"seed": 1})
 
 
 def failures(name: str, judged: Any, worlds: tuple[int, ...] = (1,)) -> list[str]:
