@@ -142,17 +142,18 @@ def select_cases(
     """Return the cases of a target, simple ones first, and the reasons for those outside what it says it supports.
 
     The first cases differ from a default in one axis, which shows causes best. The default is the first supported case
-    with at most two other values than :class:`Case` has. Rows with every pair of values of two
-    axes that the target supports together follow.
+    with at most two other values than :class:`Case` has. Rows with every pair of values of two axes that the target
+    supports together follow.
     """
     axes: dict[str, tuple[Any, ...]] = {**AXES, "world": (*worlds,)}
     default = Case(world=2 if 2 in worlds else worlds[0], seed=seed)
     pairs = ((a, x, b, y) for a, b in combinations(axes, 2) for x, y in product(axes[a], axes[b]))
     changes: Iterator[dict[str, Any]] = ({a: x, b: y} for a, x, b, y in pairs)
     default = next((case for change in changes if not refuse(case := replace(default, **change))), default)
-    rows = [Case(*row, seed) for row in pairwise_cases(*axes.values(), allowed=lambda *row: not refuse(Case(*row)))]
-    values_used = {(name, getattr(row, name)) for row in rows for name in axes}
+    rows = pairwise_cases(*axes.values(), allowed=lambda *row: not refuse(Case(*row)))
+    values_used = {pair for row in rows for pair in zip(axes, row, strict=True)}
     singles = {replace(default, **{name: value}): (name, value) for name in axes for value in axes[name]}
     reasons = {case: refuse(case) for case in [default, *singles]}
     refusals = {case: reasons[case] for case in singles if reasons[case] and singles[case] not in values_used}
-    return [*dict.fromkeys([*(case for case in reasons if not reasons[case]), *rows])], refusals
+    combined = (replace(Case(*row), seed=seed) for row in rows)
+    return [*dict.fromkeys([*(case for case in reasons if not reasons[case]), *combined])], refusals

@@ -143,7 +143,7 @@ def _sizes(whole: Results, call: TargetCall, exact: Results) -> dict[str, float]
     weights, lse = exact["weights"], exact["lse"].abs().nan_to_num(posinf=0.0)
     delta = (dout * exact["out"].transpose(1, 2).abs()).sum(-1) + whole["dlse"].double().abs() * call.needs_lse
     ds = weights * (dout @ v.mT + delta[..., None]) * (call.softmax_scale or call.head_dim**-0.5)
-    dk, dv = ((x @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds.mT, q), (weights.mT, dout)))
+    dk, dv = ((x @ y).reshape(len(x), -1, group, *y.shape[2:]).sum(2) for x, y in ((ds.mT, q), (weights.mT, dout)))
     terms = {"out": weights @ v, "lse": lse, "dq": ds @ k, "dk": dk, "dv": dv, "dsink": delta.sum((0, 2))}
     # A score is a sum of products, and its rounding changes lse and the weights by as much.
     return {name: max(float(x.max()), 1.0 if name == "lse" else 0.0) for name, x in terms.items()}

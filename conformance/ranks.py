@@ -79,9 +79,10 @@ class Ranks:
             self._start()
             deadline += START_SECONDS
         end, answers = time.monotonic() + deadline, dict[int, Any]()
-        for pipe in self._pipes:
+        for connection in self._pipes:
             with suppress(OSError):  # the rank has died, which the wait below finds
-                pipe.send((work, *arguments))
+                connection.send((work, *arguments))
+        ready: list[Any]
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting and (ready := wait([*waiting], max(0.0, end - time.monotonic()))):
             for pipe in ready:

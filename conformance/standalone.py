@@ -37,9 +37,9 @@ def default_positions(call: Any) -> Tensor:
     if call.layout == "zigzag":
         parts = whole.chunk(2 * call.world)
         return torch.cat([parts[call.rank], parts[2 * call.world - 1 - call.rank]])
-    if call.layout == "uneven":
-        return torch.split(whole, uneven_lengths(call.world))[call.rank]
-    return torch.chunk(whole, call.world)[call.rank]
+    lengths: Any = uneven_lengths(call.world) if call.layout == "uneven" else call.tokens // call.world
+    shards: Sequence[Tensor] = torch.split(whole, lengths)
+    return shards[call.rank]
 
 
 def uneven_lengths(world: int) -> list[int]:

@@ -50,7 +50,7 @@ def _flash_attn_backward(
     leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
     delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
     with torch.enable_grad():
-        scores = _scores(*leaves[:2], softmax_scale, causal, window_size_left, window_size_right)
+        scores = _scores(leaves[0], leaves[1], softmax_scale, causal, window_size_left, window_size_right)
         weights = (scores - softmax_lse[..., None]).exp().nan_to_num(0.0)
         share = torch.einsum("bhij,bjhd,bihd->bhi", weights, _repeat_heads(leaves[2], q.shape[2]), dout.float())
         gradients = torch.autograd.grad((share - weights.sum(-1) * delta).sum(), leaves)

@@ -100,7 +100,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
     mask = theirs._create_cp_block_mask(lambda b, h, i, j: visible[i, j], 1, 1, call.tokens, call.tokens, mesh)
     parallel = theirs._ContextParallel(2, theirs._ContextParallel.AttentionType.FLEX)
     inputs, options = parallel.flex_input_fn(None, tuple(_swap(q, k, v)), {"block_mask": mask}, mesh)
-    out: Tensor = flex.flex_attention(*inputs, **options, scale=call.softmax_scale, enable_gqa=True)
+    attention: Any = flex.flex_attention
+    out: Tensor = attention(*inputs, **options, scale=call.softmax_scale, enable_gqa=True)
     return out.transpose(1, 2)
 
 

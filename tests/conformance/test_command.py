@@ -72,9 +72,8 @@ def test_a_reproduction_has_the_same_inputs_and_the_truth_of_the_reference(case:
     whole = scope["draw_whole"](call, case.input_seed)
     assert whole.keys() == ours.keys() and all(torch.equal(whole[name], ours[name]) for name in whole)
     truth = scope["attend_plainly"](whole, call)
-    tensors = [ours[name] for name in ("q", "k", "v", "dout", "dlse")]
-    tensors[4] = tensors[4] * call.needs_lse
-    exact, dsink = exact_with_sink(*tensors, call.sink, **attention_options(call))
+    q, k, v, dout, dlse = (ours[name] for name in ("q", "k", "v", "dout", "dlse"))
+    exact, dsink = exact_with_sink(q, k, v, dout, dlse * call.needs_lse, call.sink, **attention_options(call))
     for name, x in (*exact._asdict().items(), *([("dsink", dsink)] if dsink is not None else [])):
         torch.testing.assert_close(truth[name], x)
 
