@@ -82,9 +82,11 @@ class Ranks:
         for connection in self._pipes:
             with suppress(OSError):  # the rank has died, which the wait below finds
                 connection.send((work, *arguments))
-        ready: list[Any]
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        while waiting and (ready := wait([*waiting], max(0.0, end - time.monotonic()))):
+        while waiting:
+            ready: list[Any] = wait([*waiting], max(0.0, end - time.monotonic()))
+            if not ready:
+                break
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:

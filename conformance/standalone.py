@@ -38,8 +38,8 @@ def default_positions(call: Any) -> Tensor:
         parts = whole.chunk(2 * call.world)
         return torch.cat([parts[call.rank], parts[2 * call.world - 1 - call.rank]])
     lengths: Any = uneven_lengths(call.world) if call.layout == "uneven" else call.tokens // call.world
-    shards: Sequence[Tensor] = torch.split(whole, lengths)
-    return shards[call.rank]
+    shard: Tensor = torch.split(whole, lengths)[call.rank]
+    return shard
 
 
 def uneven_lengths(world: int) -> list[int]:
