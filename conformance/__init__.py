@@ -1,10 +1,10 @@
 """Referee for anybody's context parallelism: ``ringattn conformance TARGET``.
 
-:mod:`.protocol` says how a target is described, :mod:`.cases` lists the cases, :mod:`.oracle` has the float64 truth and
-the error limits, :mod:`.causes` names the cause of a wrong result, and :mod:`.ranks` runs targets in child processes.
-The folder uses ``ringattn.reference`` as its truth. Nothing else of ringattn takes part in a verdict.
+:mod:`.protocol` says how a target is described, and :mod:`.cases` lists the cases. :mod:`.standalone` has the truth in
+float64, :mod:`.evidence` the error limits, and :mod:`.causes` names the cause of a wrong result. :mod:`.ranks` runs
+targets in child processes. No attention kernel of ringattn takes part in a verdict.
 """
 
-from .protocol import Adapter, TargetCall, register
+from .protocol import Adapter, TargetCall
 
-__all__ = ["Adapter", "TargetCall", "register"]
+__all__ = ["Adapter", "TargetCall"]

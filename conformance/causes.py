@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..reference.masks import add_head_dim
-from .cases import TWO_SIDED, WINDOW, Case
-from .oracle import OUTPUTS, Expected, Results, attend_plainly
+from .cases import Case
+from .evidence import Evidence, join_parts
+from .ranks import Reply
+from .standalone import GRADIENTS, OUTPUTS, Results, attend_plainly, number_documents, visible_keys
 
 NO_CAUSE = "no known cause"
 ZERO, NOT_FINITE, BLIND = "the output is all zero", "the output is not finite", "rows that see no key are not zero"
@@ -27,86 +28,81 @@ LOCAL, SHIFTED = "dK/dV are not reduced over the ranks", "dK/dV are those of ano
 MISROUTED = "parts of dK/dV are added to those of other shards"
 STALE, NO_GRADIENT = "the backward uses stale K/V", "the gradient is zero"
 DROPOUT_RATE, DROPOUT_WORLD = "dropout drops the wrong share", "dropout depends on the number of ranks"
-MIXTURE_NOISE = 1e-3  # smaller shares of a gradient do not count
 ROUNDING = "too much rounding in 16 bit"
+MIXTURE_NOISE = 1e-3  # smaller shares of a gradient do not count
+PROBE_THRESHOLD = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.05}
 
-Hypothesis = tuple[str, dict[str, Tensor]]
-"""A cause, and the results that it would give, each to be compared where it is present."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A wrong result with all that is known about it."""
-
-    case: Case
-    whole: Results
-    actual: Results
-    expected: Expected
-    shards: Sequence[Tensor]
-    """Positions of every rank's tokens."""
-    probe: Callable[[], Tensor | None]
-    """Function that returns which key moved each query's output, ``[tokens, tokens]``, or None if it cannot run."""
-
-    def is_wrong(self, name: str) -> bool:
-        """Return True if a result is present and above its limit."""
-        return name in self.actual and not self.expected.distance(name, self.actual[name]) <= 1
-
-    def fits(self, name: str, alternative: Tensor) -> bool:
-        """Return True if a result is what ``alternative`` would give, and not just near the exact result."""
-        limit, actual = self.expected.limits[name], self.actual[name].double()
-        off, gap = (actual - alternative.double()).abs(), self.expected.distance(name, actual)
-        return bool(torch.where(actual == alternative, 0.0, off).max().item() <= limit * max(1.0, 0.02 * gap))
+Hypothesis = tuple[str, Results]
+"""A cause, and the results that it would give."""
+Runner = Callable[[Case], Reply]
+"""Function that runs a case on all its ranks."""
 
 
-def find_cause(evidence: Evidence) -> str:
-    """Return the cause of a wrong result, or :data:`NO_CAUSE`."""
-    out, blind = evidence.actual["out"], evidence.expected.blind.transpose(1, 2)
+def find_cause(evidence: Evidence, run: Runner) -> str:
+    """Return the cause of a wrong result, or :data:`NO_CAUSE`; ``run`` runs the probe."""
+    out, blind = evidence.actual["out"], evidence.exact["blind"].transpose(1, 2)
     if evidence.is_wrong("out"):
         if not out.any():
             return ZERO
-        rows = (evidence.expected.difference("out", out) / evidence.expected.limits["out"]).nan_to_num(2.0) > 1
-        if blind.any() and not rows[~blind.expand(rows.shape[:3])].any():
+        wrong = evidence.difference("out").amax(-1) > evidence.limits["out"]
+        if blind.any() and not wrong[~blind].any():
             return BLIND
         if not out.isfinite().all():
             return NOT_FINITE
-        return _match(evidence, _outputs(evidence)) or _visibility(evidence) or NO_CAUSE
+        return _match(evidence, OUTPUTS, _outputs(evidence)) or _find_visibility(evidence, run) or NO_CAUSE
     if evidence.is_wrong("lse"):
-        return _match(evidence, _outputs(evidence)) or NO_CAUSE
+        return _match(evidence, OUTPUTS, _outputs(evidence)) or NO_CAUSE
     for name in ("dk", "dv", "dq", "dsink"):
         if evidence.is_wrong(name) and not evidence.actual[name].any():
             return f"{NO_GRADIENT}: {name}"
-    return _match(evidence, _gradients(evidence)) or _mixture(evidence) or _misrouted(evidence) or NO_CAUSE
+    cause = _match(evidence, GRADIENTS, _gradients(evidence)) or _find_mixture(evidence)
+    return cause or (MISROUTED if _is_misrouted(evidence) else NO_CAUSE)
 
 
-def _match(evidence: Evidence, hypotheses: Iterator[Hypothesis]) -> str:
+def _match(evidence: Evidence, names: Iterable[str], hypotheses: Iterator[Hypothesis]) -> str:
     """Return the first cause that explains every wrong result it predicts, and at least one."""
     for cause, results in hypotheses:
-        wrong = [name for name in results if evidence.is_wrong(name)]
-        if wrong and all(evidence.fits(name, results[name]) for name in wrong):
+        wrong = [name for name in names if name in results and evidence.is_wrong(name)]
+        if wrong and all(_fits(evidence, name, results[name]) for name in wrong):
             return cause
     return ""
 
 
+def _fits(evidence: Evidence, name: str, alternative: Tensor) -> bool:
+    """Return True if a result is what ``alternative`` would give, and not just near the exact result."""
+    actual = evidence.actual[name].double()
+    off = (actual - alternative).abs().masked_fill(actual == alternative, 0.0).max().item()
+    return bool(off <= evidence.limits[name] * max(1.0, 0.02 * evidence.errors[name]))
+
+
 def _outputs(evidence: Evidence) -> Iterator[Hypothesis]:
     """Yield mistakes in the forward pass."""
-    case, whole = evidence.case, evidence.whole
-    call = case.call()
-
-    def outputs(results: Results) -> Results:
-        return {name: results[name] for name in OUTPUTS}
-
-    if call.sink is not None:
-        yield SINK, outputs(attend_plainly(whole, case, sink=None))
-    if call.heads != call.kv_heads:
-        yield HEADS, outputs(attend_plainly(whole, case, heads=torch.arange(call.heads) % call.kv_heads))
+    whole, call = evidence.whole, evidence.case.call()
     scale = call.softmax_scale or call.head_dim**-0.5
-    yield SCALE_TWICE, outputs(attend_plainly(whole, case, softmax_scale=scale**2))
-    neutral: dict[str, Any] = {"softmax_scale": None, "softcap": 0.0, "alibi_slopes": None}
-    for name, value in neutral.items():
-        if getattr(call, name) is not None and getattr(call, name) != 0.0:
-            yield f"{name} is ignored", outputs(attend_plainly(whole, case, **{name: value}))
-    yield BASE_2, {"lse": evidence.expected.exact["lse"] / torch.log(torch.tensor(2.0, dtype=torch.float64))}
-    yield from _merges(evidence)
+    if call.sink is not None:
+        yield SINK, attend_plainly(whole, replace(call, sink=None))
+    if call.heads != call.kv_heads:
+        yield HEADS, attend_plainly(whole, call, heads=torch.arange(call.heads) % call.kv_heads)
+    yield SCALE_TWICE, attend_plainly(whole, replace(call, softmax_scale=scale**2))
+    neutral: dict[str, tuple[str, Any]] = {
+        "scale": ("softmax_scale", None), "softcap": ("softcap", 0.0), "alibi": ("alibi_slopes", None),
+    }  # fmt: skip
+    if evidence.case.scores in neutral:
+        name, value = neutral[evidence.case.scores]
+        yield f"{name} is ignored", attend_plainly(whole, replace(call, **{name: value}))
+    yield BASE_2, {"lse": evidence.exact["lse"] / torch.tensor(2.0).double().log()}
+    parts = [attend_plainly(whole, call, keys=keys) for keys in _shard_masks(evidence)]
+    out, lse, weights = (torch.stack([part[name] for part in parts]) for name in ("out", "lse", "weights"))
+    if call.sink is not None:
+        yield SINK_PER_HOP, {"out": weigh_parts(out, (lse - lse.amax(0)).exp()), "lse": lse.logsumexp(0)}
+    yield from ((cause, {"out": merged}) for cause, merged in wrong_merges(out, lse))
+    largest = weights.amax(-1)  # a part may be relative to its own maximum
+    yield UNSCALED, {"out": weigh_parts(out, torch.where(largest > 0, 1 / largest, 0.0))}
+
+
+def _shard_masks(evidence: Evidence) -> Tensor:
+    """Return which rank has which token, ``[ranks, S]``."""
+    return torch.stack([torch.zeros(evidence.case.tokens).index_fill(0, at, 1) > 0 for at in evidence.shards])
 
 
 def weigh_parts(outs: Tensor, weights: Tensor) -> Tensor:
@@ -115,141 +111,125 @@ def weigh_parts(outs: Tensor, weights: Tensor) -> Tensor:
     return (scaled * outs).sum(0) / scaled.sum(0).clamp(min=1e-300)
 
 
-def _merges(evidence: Evidence) -> Iterator[Hypothesis]:
-    """Yield wrong ways to merge the parts of the ranks' shards."""
-    visible, tokens = add_head_dim(evidence.case.visible())[:, 0], evidence.case.tokens
-    masks = [visible & torch.zeros(tokens, dtype=torch.bool).index_fill(0, at, True) for at in evidence.shards]
-    parts = [attend_plainly(evidence.whole, evidence.case, visible=mask) for mask in masks]
-    lse, out = (torch.stack([part[name] for part in parts]) for name in ("lse", "out"))
-    has_keys = (~torch.stack([part["blind"] for part in parts])).double()
-
-    def merge(weights: Tensor) -> Tensor:
-        return weigh_parts(out, weights * has_keys)
-
-    if evidence.case.scores == "sink":
-        yield SINK_PER_HOP, {"out": merge((lse - lse.amax(0)).exp()), "lse": lse.logsumexp(0)}
-    largest = torch.stack([part["weights"].amax(-1) for part in parts]).clamp(min=1e-300)
-    yield BASE_2_MERGE, {"out": merge((lse - lse.amax(0).nan_to_num(neginf=0.0)).exp2())}
-    yield UNSCALED, {"out": out.sum(0)}
-    yield UNSCALED, {"out": merge(torch.ones_like(lse))}
-    yield UNSCALED, {"out": merge(1 / largest)}  # every part is relative to its own maximum
+def wrong_merges(outs: Tensor, lses: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield wrong ways to merge parts, ``outs [parts, B, S, H, D]`` with ``lses [parts, B, H, S]``."""
+    yield BASE_2_MERGE, weigh_parts(outs, (lses - lses.amax(0).nan_to_num(neginf=0.0)).exp2())
+    yield UNSCALED, outs.sum(0)
+    yield UNSCALED, weigh_parts(outs, (lses > -torch.inf).double())
+    yield UNSCALED, weigh_parts(outs, torch.ones_like(lses))
 
 
-def _visibility(evidence: Evidence) -> str:
-    """Return what the probe finds: keys that move an output that must not see them, and keys that do not."""
-    influence = evidence.probe()
-    if influence is None:
+def _find_visibility(evidence: Evidence, run: Runner) -> str:
+    """Return what a probe finds: keys that move an output that must not see them, and keys that do not."""
+    probe = replace(evidence.case, gradients="none", is_probe=True)
+    reply = run(probe)
+    if reply.status != "ok":
         return ""
-    case, edges = evidence.case, evidence.case.cu_seqlens or (0,)
-    lengths = case.call(probe=True).seqused_k
-    visible = case.visible(seqused_k=None if lengths is None else lengths[:1])
-    visible = visible[0] if visible.dim() == 3 else visible
-    at = torch.arange(case.tokens)
-    documents = torch.bucketize(at, torch.tensor(edges), right=True)
-    leaks, causes = influence & ~visible, dict[str, Tensor]()
-    causes[DOCUMENT] = leaks & (documents[:, None] != documents)
-    causes[FUTURE] = leaks & (at > at[:, None]) & case.call().causal & (documents[:, None] == documents)
-    if lengths is not None:
-        causes[PADDING] = leaks & (at >= lengths[0])
-    if "window" in case.mask:
-        left, right = WINDOW if case.mask == "window" else TWO_SIDED
-        back = at[:, None] - at
+    out = join_parts(probe, reply.values)[0]["out"].double()
+    influence = ((out[1:] - out[:1]).abs().amax((2, 3)) > PROBE_THRESHOLD[probe.dtype]).T
+    call, visible = probe.call(), visible_keys(probe.call())[0]
+    document, at, (left, right) = number_documents(call), torch.arange(call.tokens), call.window_size
+    leaks, unseen = influence & ~visible, visible & ~influence
+    same, back = document[:, None] == document, at[:, None] - at
+    causes = {DOCUMENT: leaks & ~same, FUTURE: leaks & same & (back < 0) & call.causal}
+    if call.seqused_k is not None:
+        causes[PADDING] = leaks & (at >= call.seqused_k[0])
+    if "window" in probe.mask:
+        outside = leaks & ((back > left + 1) | (-back > right + 1))
         edge = (back == left) | (back == left + 1) | (back == -right) | (back == -right - 1)
-        causes[WINDOW_EDGE] = (leaks | (visible & ~influence)) & edge
-        causes[OUTSIDE_WINDOW] = leaks & ((back > left + 1) | (-back > right + 1))
-    causes[UNSEEN] = visible & ~influence & ~causes.get(WINDOW_EDGE, torch.zeros_like(influence))
-    if case.scores == "alibi" or case.dtype != "float32":  # a weight may be too small to see
-        causes[UNSEEN] = torch.zeros_like(influence)
-    if causes.get(OUTSIDE_WINDOW, influence[:0]).any():
-        del causes[WINDOW_EDGE]
+        causes |= {WINDOW_EDGE: (leaks | unseen) & edge & ~outside.any(), OUTSIDE_WINDOW: outside}
+        unseen = unseen & ~edge
+    if probe.scores != "alibi" and probe.dtype == "float32":  # else a weight may be too small to see
+        causes[UNSEEN] = unseen
     return "; ".join(_describe_pairs(evidence, cause, pairs) for cause, pairs in causes.items() if pairs.any())
 
 
 def _describe_pairs(evidence: Evidence, cause: str, pairs: Tensor) -> str:
     query, key = pairs.nonzero()[0].tolist()
-    ranks = [next(r for r, at in enumerate(evidence.shards) if token in at) for token in (query, key)]
-    example = f"such as key {key} of rank {ranks[1]} by query {query} of rank {ranks[0]}"
-    return f"{cause} ({int(pairs.sum())} pairs, {example})"
-
-
-def _parts_by_queries(evidence: Evidence) -> list[Results]:
-    """Return the exact gradients that the queries of every rank contribute."""
-    masks = [torch.zeros(evidence.case.tokens, dtype=torch.float64).index_fill(0, at, 1.0) for at in evidence.shards]
-    dout, dlse = evidence.whole["dout"], evidence.whole["dlse"]
-    grads = [{"dout": dout * mask[:, None, None], "dlse": dlse * mask} for mask in masks]
-    return [attend_plainly(evidence.whole | pair, evidence.case) for pair in grads]
-
-
-def _misrouted(evidence: Evidence) -> str:
-    """Return MISROUTED if every rank's dK and dV is a sum of whole parts, each of any rank's queries and any shard."""
-    shards, parts = evidence.shards, _parts_by_queries(evidence)
-    if len({len(at) for at in shards}) > 1 or evidence.is_wrong("dq"):
-        return ""
-    for name in ("dk", "dv"):
-        actual = evidence.actual[name].double()
-        for at in shards:
-            basis = torch.stack([part[name][:, other].flatten() for part in parts for other in shards], 1)
-            weights = torch.linalg.lstsq(basis, actual[:, at].flatten()[:, None]).solution
-            off = (basis @ weights.round() - actual[:, at].flatten()[:, None]).abs().max().item()
-            if not off <= evidence.expected.limits[name]:
-                return ""
-    return MISROUTED
+    example = f"key {key} of rank {evidence.owner(key)} by query {query} of rank {evidence.owner(query)}"
+    return f"{cause} ({int(pairs.sum())} pairs, such as {example})"
 
 
 def _gradients(evidence: Evidence) -> Iterator[Hypothesis]:
     """Yield mistakes in the backward pass, given that the forward is right."""
-    case, exact = evidence.case, evidence.expected.exact
-    if case.world > 1:
-        local = {name: torch.zeros_like(exact[name]) for name in ("dk", "dv")}
-        for at, part in zip(evidence.shards, _parts_by_queries(evidence), strict=True):
-            for name in local:
-                local[name][:, at] = part[name][:, at]
-        yield LOCAL, local
-    if len({len(at) for at in evidence.shards}) > 1:
-        return
-    if case.scores in ("plain", "scale"):
-        for step, reach in product((1, -1), (1, case.world)):  # the K/V of the hop before, or always the first
-            yield STALE, {"dq": _stale_dq(evidence, step, reach)}
+    world, parts = evidence.case.world, _parts_by_queries(evidence)
+    owner = _shard_masks(evidence).double()[:, None, :, None, None]
+    if world > 1:
+        yield LOCAL, {name: (torch.stack([part[name] for part in parts]) * owner).sum(0) for name in ("dk", "dv")}
+    if evidence.case.scores in ("plain", "scale") and evidence.is_even:
+        for step, reach in product((1, -1), (1, world)):  # the K/V of the hop before, or always the first
+            yield STALE, {"dq": _compute_stale_dq(evidence, step, reach)}
 
 
-def _stale_dq(evidence: Evidence, step: int, reach: int) -> Tensor:
+def _parts_by_queries(evidence: Evidence) -> list[Results]:
+    """Return the exact gradients that the queries of every rank contribute."""
+    whole, call = evidence.whole, evidence.case.call()
+    grads = [{"dout": whole["dout"] * at[:, None, None], "dlse": whole["dlse"] * at} for at in _shard_masks(evidence)]
+    return [attend_plainly(whole | pair, call, factors=evidence.factors) for pair in grads]
+
+
+def _compute_stale_dq(evidence: Evidence, step: int, reach: int) -> Tensor:
     """Return dq if a hop used the K/V of ``reach`` hops before, at least of the first; hops go by ``step`` ranks."""
-    case, exact, call = evidence.case, evidence.expected.exact, evidence.case.call()
-    world, groups = case.world, torch.arange(call.heads) // (call.heads // call.kv_heads)
-    scale = call.softmax_scale or call.head_dim**-0.5
-    q, dout, out = (x.double().transpose(1, 2) for x in (evidence.whole["q"], evidence.whole["dout"], exact["out"]))
-    k, v = (evidence.whole[name].double().transpose(1, 2)[:, groups] for name in "kv")
-    delta = (dout * out).sum(-1) - evidence.whole["dlse"].double() * call.needs_lse
-    visible, dq = add_head_dim(case.visible()), torch.zeros_like(q)
-    for rank, rows in enumerate(evidence.shards):
+    call, world, shards = evidence.case.call(), evidence.case.world, evidence.shards
+    scale, group = call.softmax_scale or call.head_dim**-0.5, call.heads // call.kv_heads
+    q, k, v, dout = (evidence.whole[name].double().transpose(1, 2) for name in ("q", "k", "v", "dout"))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    delta = (dout * evidence.exact["out"].transpose(1, 2)).sum(-1) - evidence.whole["dlse"] * call.needs_lse
+    hidden, dq = ~visible_keys(call)[:, None], torch.zeros_like(q)
+    for rank, rows in enumerate(shards):
+        used = torch.empty(call.tokens, dtype=torch.long)  # the token whose K/V stand in for those of each token
         for hop in range(world):
-            real, used = (evidence.shards[(rank - step * at) % world] for at in (hop, max(hop - reach, 0)))
-            scores = scale * q[:, :, rows] @ k[:, :, used].mT - exact["lse"][:, :, rows, None]
-            weights = scores.exp().masked_fill(~visible[:, :, rows][..., real], 0.0)
-            ds = weights * (dout[:, :, rows] @ v[:, :, used].mT - delta[:, :, rows, None])
-            dq[:, :, rows] += scale * ds @ k[:, :, used]
+            used[shards[(rank - step * hop) % world]] = shards[(rank - step * max(hop - reach, 0)) % world]
+        scores = scale * q[:, :, rows] @ k[:, :, used].mT - evidence.exact["lse"][:, :, rows, None]
+        weights = scores.exp().masked_fill(hidden[:, :, rows], 0.0)
+        dq[:, :, rows] = (
+            scale * weights * (dout[:, :, rows] @ v[:, :, used].mT - delta[:, :, rows, None]) @ k[:, :, used]
+        )
     return dq.transpose(1, 2)
 
 
-def _mixture(evidence: Evidence) -> str:
+def _find_mixture(evidence: Evidence) -> str:
     """Return of which exact gradients, of which ranks, every wrong gradient is the sum; empty if of none."""
-    texts, world = [], evidence.case.world
-    exact, order = evidence.expected.exact, torch.cat([*evidence.shards]).argsort()
-    is_even = len({len(at) for at in evidence.shards}) == 1
-    for name in ("dq", "dk", "dv", "dsink"):
-        if not evidence.is_wrong(name):
-            continue
-        parts = {(name, 0): exact[name]}
-        for other, shift in product(("dk", "dv"), range(world if is_even else 1)) if name in ("dk", "dv") else ():
-            shards = [evidence.shards[(rank + shift) % world] for rank in range(world)]
-            parts[other, shift] = exact[other][:, torch.cat(shards)][:, order]
-        basis = torch.stack([part.flatten() for part in parts.values()], 1)
-        weights = torch.linalg.lstsq(basis, evidence.actual[name].double().flatten()[:, None]).solution[:, 0]
-        if not evidence.fits(name, (basis @ weights).view_as(exact[name])):
+    texts, world, shards = [], evidence.case.world, evidence.shards
+    order = torch.cat([*shards]).argsort()
+    for name in filter(evidence.is_wrong, GRADIENTS):
+        parts = {(name, 0): evidence.exact[name]}
+        for other, shift in (
+            product(("dk", "dv"), range(world if evidence.is_even else 1)) if name in ("dk", "dv") else ()
+        ):
+            moved = torch.cat([shards[(rank + shift) % world] for rank in range(world)])
+            parts[other, shift] = evidence.exact[other][:, moved][:, order]
+        shares, mixture = _solve([*parts.values()], evidence.actual[name])
+        if not _fits(evidence, name, mixture):
             return ""
-        pairs = zip(parts, weights.tolist(), strict=True)
-        terms = [(f"{share:.3g} {other}", shift) for (other, shift), share in pairs if abs(share) > MIXTURE_NOISE]
-        shares = [f"{term}{f' of the rank {shift} further' if shift else ''}" for term, shift in terms]
-        only_shift = len(terms) == 1 and terms[0][1] and terms[0][0] == f"1 {name}"
-        texts.append(SHIFTED if only_shift else f"{name} is {' + '.join(shares)}")
+        terms = {
+            part: f"{share:.3g} {part[0]}"
+            for part, share in zip(parts, shares.tolist(), strict=True)
+            if abs(share) > MIXTURE_NOISE
+        }
+        shifts = [f"{term}{f' of the rank {shift} further' if shift else ''}" for (_, shift), term in terms.items()]
+        is_shifted = len(terms) == 1 and (name, 0) not in terms and f"1 {name}" in terms.values()
+        texts.append(SHIFTED if is_shifted else f"{name} is {' + '.join(shifts)}")
     return "; ".join(dict.fromkeys(texts))
+
+
+def _is_misrouted(evidence: Evidence) -> bool:
+    """Return True if every rank's dK and dV is a sum of whole parts, each of any rank's queries and any shard."""
+    if not evidence.is_even or evidence.is_wrong("dq"):
+        return False
+    shards, parts = evidence.shards, _parts_by_queries(evidence)
+    for name, at in product(("dk", "dv"), shards):
+        pieces = [part[name][:, other] for part in parts for other in shards]
+        actual = evidence.actual[name][:, at].double()
+        shares, _ = _solve(pieces, actual)
+        off = (torch.stack(pieces, -1) @ shares.round() - actual).abs().max().item()
+        if not off <= evidence.limits[name]:
+            return False
+    return True
+
+
+def _solve(parts: list[Tensor], total: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the shares of parts whose sum is nearest to a tensor, and this sum."""
+    basis = torch.stack(parts, -1)
+    shares = torch.linalg.lstsq(basis.flatten(0, -2), total.double().flatten()[:, None]).solution[:, 0]
+    return shares, basis @ shares

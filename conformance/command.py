@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..bench.common import flags
-from ..bench.common.result import Result, Row, finish_command
+from ..bench.common.result import Result, finish_command
 from .protocol import AXES
 
 if TYPE_CHECKING:
@@ -22,16 +24,15 @@ MAX_WORLD = 64
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def count_outcomes_by_axis(outcomes: Iterable[Outcome]) -> str:
+def count_outcomes_by_axis(outcomes: Sequence[Outcome]) -> str:
     """Return the matrix of verdicts: a line for every value of every axis, a column for every status."""
     from .referee import STATUSES
 
-    rows = [*outcomes]
-    present = [status for status in STATUSES if any(row.status == status for row in rows)]
+    present = [status for status in STATUSES if any(outcome.status == status for outcome in outcomes)]
     lines = [f"{'':28}" + "".join(f"{status:>9}" for status in present)]
     for axis, values in {**AXES, "all": ("",)}.items():
         for value in sorted(values) if axis == "world" else values:
-            counts = Counter(row.status for row in rows if axis == "all" or getattr(row.case, axis) == value)
+            counts = Counter(x.status for x in outcomes if getattr(x.case, axis, "") == value)
             if counts:
                 label = f"{axis} {value}".strip()
                 lines.append(f"{label:28}" + "".join(f"{counts[status] or '':>9}" for status in present))
@@ -40,11 +41,11 @@ def count_outcomes_by_axis(outcomes: Iterable[Outcome]) -> str:
 
 def first_of_each_kind(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """Return the first failure of each status and cause; numbers and tokens in a cause do not count."""
-    from .referee import FAILURES
+    from .referee import REFUSED, RIGHT
 
     kinds = dict[tuple[str, str], Any]()
     for outcome in outcomes:
-        if outcome.status in FAILURES:
+        if outcome.status not in (RIGHT, REFUSED):
             kind = outcome.cause.partition("(")[0] or outcome.message.partition(":")[0]
             kinds.setdefault((outcome.status, kind), outcome)
     return [*kinds.values()]
@@ -79,18 +80,17 @@ def conformance(
     """
     if sum(map(bool, (target, model, merge))) != 1:
         raise typer.BadParameter("Name one of TARGET, --model and --merge.")
-    for flag, name, unused in (
-        ("--model", model, {"minutes", "only"}),
-        ("--merge", merge, {"minutes", "only", "worlds"}),
-    ):
-        if name:
-            flags.check_mode(context, f"with {flag}", {*flags.flag_spellings(context)} - unused)
+    if model or merge:
+        mode, unused = ("--model", {"minutes", "only"}) if model else ("--merge", {"minutes", "only", "worlds"})
+        flags.check_mode(context, f"with {mode}", {*flags.flag_spellings(context)} - unused)
     if max(worlds) > MAX_WORLD:
         raise typer.BadParameter(f"--world is {max(worlds)}: it must be at most {MAX_WORLD}")
     import torch
 
     from ..bench.common.output import is_printing_rank, write_json
     from ..bench.common.provenance import provenance
+    from .merge import judge_merge
+    from .model import judge_model
     from .referee import Referee
 
     if not is_printing_rank():
@@ -101,16 +101,14 @@ def conformance(
     if out is not None:
         flags.check_folder("--out", out)
         out.mkdir(parents=True, exist_ok=True)
-    name = target or model or merge
+    name, text = target or model or merge, None
     with Referee(name, worlds=worlds, seed=seed, deadline=deadline, device=device) as referee:
-        if target:
-            result, text = judge_cases(referee, minutes * 60, only, out)
+        if model:
+            result = judge_model(referee)
+        elif merge:
+            result = judge_merge(referee)
         else:
-            from .merge import judge_merge
-            from .model import judge_model
-
-            result = judge_model(referee) if model else judge_merge(referee)
-            text = None
+            result, text = judge_cases(referee, minutes * 60, only, out)
     result.provenance = provenance(torch.device(device))
     if out is not None:
         write_json(out / "conformance.json", result.as_json())
@@ -119,34 +117,36 @@ def conformance(
 
 def judge_cases(referee: Referee, seconds: float, only: str, out: Path | None) -> tuple[Result, str]:
     """Judge the cases of a target; return the result and its text for a terminal."""
+    from ..autotune.store import Journal
     from ..bench.common.progress import progress
-    from .referee import REFUSED, Outcome, VerdictJournal
+    from .referee import REFUSED, Outcome
     from .reproduce import write_reproduction
-    from .worker import shard_positions
 
-    about = referee.describe()
-    header = {"target": referee.target, "version": about["version"], "seed": referee.seed}
-    journal = VerdictJournal(out / "journal.jsonl" if out else None, header)
-    cases = [case for case in about["cases"] if only in case.id]
-    open_cases = [case for case in cases if case not in journal.outcomes]
+    version, cases, refused = referee.describe()
+    run, cases = f"{referee.target}: {version}, seed {referee.seed}", [case for case in cases if only in case.id]
+    journal = None if out is None else Journal(out / "journal.jsonl", run)
+    known = {case: outcome for case in cases if journal and (outcome := journal.get(case.id, Outcome))}
+    open_cases = [case for case in cases if case not in known]
     with progress() as step:
         step(referee.target, len(open_cases))
         for outcome in referee.outcomes(open_cases, seconds):
-            journal.add(outcome)
+            known[outcome.case] = outcome
+            if journal:
+                error = None if outcome.error == math.inf else outcome.error  # JSON has no infinity
+                journal.put(outcome.case.id, asdict(replace(outcome, error=error)))
             step(referee.target, None)
-    refusals = [Outcome(case, REFUSED, message=reason) for case, reason in about["refused"].items()]
-    verdicts = [journal.outcomes[case] for case in cases if case in journal.outcomes]
+    verdicts = [known[case] for case in cases if case in known]
+    outcomes = [*verdicts, *(Outcome(case, REFUSED, message=reason) for case, reason in refused.items())]
     failures = first_of_each_kind(verdicts)
-    notes = [f"{referee.target}: {about['version']}, seed {referee.seed}"]
+    notes = [run]
     notes += [f"{len(cases) - len(verdicts)} cases were not run: --minutes is over"] * (len(verdicts) < len(cases))
     for outcome in failures:
-        reply = referee.request(1, shard_positions, outcome.case)
-        if out is not None and reply.status == "ok" and outcome.case.scores != "dropout":
-            title = f"{about['version'] or referee.target}: {outcome.sentence()}"
-            arguments = referee.target, title, outcome.case, referee.seed, reply.values[0]
-            notes.append(f"reproduction: {write_reproduction(out / 'reproductions', *arguments)}")
+        shards = referee.shards(outcome.case) if out is not None and outcome.case.scores != "dropout" else []
+        if out is not None and shards:
+            title = f"{version or referee.target}: {outcome.sentence()}"
+            path = write_reproduction(out / "reproductions", referee.target, title, outcome.case, shards)
+            notes.append(f"reproduction: {path}")
     notes.append(", ".join(f"{count} {status}" for status, count in Counter(x.status for x in verdicts).items()))
-    rows: list[Row] = [outcome.as_row() for outcome in (*verdicts, *refusals)]
-    result = Result("conformance", UNITS, rows, [outcome.sentence() for outcome in failures], notes)
-    text = "\n".join([count_outcomes_by_axis([*verdicts, *refusals]), *notes, *(f"FAILED: {x}" for x in result.failed)])
-    return result, text
+    failed = [outcome.sentence() for outcome in failures]
+    result = Result("conformance", UNITS, [outcome.as_row() for outcome in outcomes], failed, notes)
+    return result, "\n".join([count_outcomes_by_axis(outcomes), *notes, *(f"FAILED: {text}" for text in failed)])

@@ -6,14 +6,13 @@ merged. A row that sees no key has ``out = 0`` and ``lse = -inf``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..bench.common.result import Result
-from .causes import BASE_2_MERGE, BLIND, NO_CAUSE, NOT_FINITE, UNSCALED, weigh_parts
+from .causes import BLIND, NO_CAUSE, NOT_FINITE, weigh_parts, wrong_merges
 from .protocol import Target
 
 if TYPE_CHECKING:
@@ -25,10 +24,9 @@ KINDS = {
 }  # fmt: skip
 """Kinds of parts, and how many there are."""
 UNITS = dict.fromkeys(("case", "status", "cause", "error", "message"), "")
-Parts = tuple[list[Tensor], list[Tensor]]
 
 
-def build_parts(kind: str, seed: int) -> Parts:
+def build_parts(kind: str, seed: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parts ``(outs, lses)`` of a kind."""
     generator = torch.Generator().manual_seed(seed)
     outs = [torch.randn(2, 8, 3, 16, generator=generator) for _ in range(KINDS[kind])]
@@ -44,14 +42,6 @@ def build_parts(kind: str, seed: int) -> Parts:
 def merge_parts(target: Target, rank: int, kind: str, seed: int) -> list[Tensor]:
     """Call the target on one rank."""
     return [*target.adapter.attend(*build_parts(kind, seed))]
-
-
-def _alternatives(outs: list[Tensor], lse: Tensor) -> Iterator[tuple[str, Tensor]]:
-    relative = (lse - lse.amax(0)).nan_to_num(nan=0.0, neginf=-torch.inf)
-    parts = torch.stack(outs).double()
-    yield BASE_2_MERGE, weigh_parts(parts, relative.exp2())
-    yield UNSCALED, weigh_parts(parts, torch.ones_like(lse))
-    yield UNSCALED, parts.sum(0)
 
 
 def judge_merge(referee: Referee) -> Result:
@@ -80,6 +70,7 @@ def _judge_parts(outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tenso
     error = max(float(x.nan_to_num(nan=torch.inf).max()) for x in errors)
     if error <= 1:
         return "", error
-    causes = (cause for cause, other in _alternatives(outs, stacked) if (out - other).abs().max() <= limit)
+    wrong = wrong_merges(torch.stack(outs).double(), stacked)
+    causes = (cause for cause, other in wrong if (out - other).abs().max() <= limit)
     blind = BLIND if (total == -torch.inf).any() else "" if out.isfinite().all() else NOT_FINITE
     return blind or next(causes, NO_CAUSE), error

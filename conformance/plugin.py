@@ -15,14 +15,14 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the referee; another plugin's option of the same name stays."""
     group = parser.getgroup("ringattn conformance")
-    for name, default, text in (
-        ("--target", "", "package.module[:name], or the name of a ready adapter, for ringattn.conformance"),
-        ("--target-world", "1,2,3,4", "numbers of ranks"),
-        ("--target-deadline", "30", "seconds for one case"),
-        ("--target-seed", "0", "seed of the inputs"),
+    for name, kind, default, text in (
+        ("--target", str, "", "package.module[:name], or the name of a ready adapter, for ringattn.conformance"),
+        ("--target-world", str, "1,2,3,4", "numbers of ranks"),
+        ("--target-deadline", float, 30.0, "seconds for one case"),
+        ("--target-seed", int, 0, "seed of the inputs"),
     ):
         with suppress(ValueError):
-            group.addoption(name, default=default, help=text)
+            group.addoption(name, type=kind, default=default, help=text)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -34,10 +34,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def _open_referee(config: pytest.Config) -> Any:
     from .referee import Referee
 
-    worlds = [int(world) for world in config.getoption("--target-world").split(",")]
-    deadline = float(config.getoption("--target-deadline"))
-    seed = int(config.getoption("--target-seed"))
-    return Referee(config.getoption("--target"), worlds=worlds, seed=seed, deadline=deadline)
+    target, worlds, deadline, seed = (
+        config.getoption(f"--target{name}") for name in ("", "-world", "-deadline", "-seed")
+    )
+    return Referee(target, worlds=[*map(int, worlds.split(","))], seed=seed, deadline=deadline)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -47,7 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if metafunc.config.getoption("--target"):
             try:
                 with _open_referee(metafunc.config) as referee:
-                    cases = sorted(referee.describe()["cases"], key=lambda case: case.world)
+                    cases = sorted(referee.describe()[1], key=lambda case: case.world)
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None
         metafunc.parametrize("conformance_case", cases, ids=lambda case: case.id)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -88,7 +87,7 @@ class TargetCall:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    features: frozenset[str]
+    features: tuple[str, ...]
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     prefix_length: int = 0
@@ -122,25 +121,17 @@ class Adapter(Protocol):
 
 
 READY = {
-    "ringattn": "ours", "lucidrains": "lucidrains", "zhuzilin": "zhuzilin", "zhuzilin-varlen": "zhuzilin:varlen",
-    "usp": "usp", "torch-sdpa": "torch_cp:sdpa", "torch-flex": "torch_cp:flex", "transformers": "torch_cp:accelerate",
-    "accelerate": "torch_cp:accelerate", "diffusers": "diffusers", "megatron": "megatron",
+    "ringattn": "ours", "lucidrains": "lucidrains", "zhuzilin": "flash_rings:fixed", "usp": "flash_rings:usp",
+    "zhuzilin-varlen": "flash_rings:varlen", "torch-sdpa": "torch_rings:sdpa", "torch-flex": "torch_rings:flex",
+    "transformers": "torch_rings:accelerate", "accelerate": "torch_rings:accelerate", "megatron": "megatron",
+    "diffusers": "torch_rings:diffusers",
 }  # fmt: skip
 """Module of :mod:`.adapters` of every ready adapter, by name."""
-_registered = dict[str, str]()
-
-
-def register(name: str, target: str) -> None:
-    """Make ``target``, ``package.module`` or ``package.module:name``, available as ``name``."""
-    if name in READY or name in _registered:
-        raise ValueError(f"name is {name!r}: this adapter is already registered")
-    _registered[name] = target
 
 
 def resolve_path(target: str) -> str:
-    """Return the import path of a target, which may be the name of an adapter."""
-    ready = f"{__package__}.adapters.{READY[target]}" if target in READY else target
-    return _registered.get(target, ready)
+    """Return the import path of a target, which may be the name of a ready adapter."""
+    return f"{__package__}.adapters.{READY[target]}" if target in READY else target
 
 
 @dataclass(frozen=True)
@@ -148,6 +139,7 @@ class Target:
     """A loaded target with the defaults of :class:`Adapter`."""
 
     adapter: Any
+    device: Any = "cpu"
 
     @property
     def version(self) -> str:
@@ -157,38 +149,17 @@ class Target:
 
     def refusal(self, case: Case) -> str:
         """Return why a case is outside what the target says it supports, or an empty text."""
-        claimed: Collection[str] = getattr(self.adapter, "features", HINTS)
-        if missing := sorted(case.features - {*claimed}):
+        if missing := sorted(case.features - {*getattr(self.adapter, "features", HINTS)}):
             return f"it does not say that it supports {', '.join(missing)}"
-        supports: Callable[[TargetCall], str] = getattr(self.adapter, "supports", lambda call: "")
-        return supports(case.call()) or ""
+        return str(self.adapter.supports(case.call()) or "") if hasattr(self.adapter, "supports") else ""
 
     def positions(self, call: TargetCall) -> Tensor:
         """Return the positions of the tokens of ``call.rank``."""
         import torch
 
-        positions: Callable[[TargetCall], Any] = getattr(self.adapter, "positions", default_positions)
-        return torch.as_tensor(positions(call)).long()
+        from .standalone import default_positions
 
-
-def default_positions(call: TargetCall) -> Tensor:
-    """Return the positions of the tokens of ``call.rank`` in ``call.layout``."""
-    import torch
-
-    whole = torch.arange(call.tokens)
-    if call.layout == "striped":
-        return whole[call.rank :: call.world]
-    if call.layout == "zigzag":
-        parts = whole.chunk(2 * call.world)
-        return torch.cat([parts[call.rank], parts[2 * call.world - 1 - call.rank]])
-    if call.layout == "uneven":
-        return torch.split(whole, uneven_lengths(call.world))[call.rank]
-    return torch.chunk(whole, call.world)[call.rank]
-
-
-def uneven_lengths(world: int) -> list[int]:
-    """Return the numbers of tokens of the ranks in the layout ``uneven``."""
-    return [16 - 5 * (rank % 3) for rank in range(world)]
+        return torch.as_tensor(getattr(self.adapter, "positions", default_positions)(call)).long()
 
 
 def load_target(target: str) -> Target:

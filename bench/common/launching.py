@@ -10,7 +10,6 @@ import ctypes
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from .ranks import LOOPBACK, TORCHRUN, launched_rank
+from .ranks import LaunchedRank, launched_rank, open_store, rank_environment
 
 T = TypeVar("T")
 
@@ -77,22 +76,17 @@ def start_processes(
 ) -> Iterator[tuple[Path, list[subprocess.Popen[bytes]]]]:
     """Start ``world`` processes that call ``entry(*arguments)``; yield their folder and them, then kill them."""
     import torch
-    from torch._C._distributed_c10d import TCPStore
 
-    server = socket.create_server((LOOPBACK, 0))
-    port, listening = server.getsockname()[1], server.detach()
-    store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listening)
-    shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": store.port}
-    shared |= {TORCHRUN: "ringattn", "TORCHELASTIC_USE_AGENT_STORE": True, "PYTHONPATH": os.pathsep.join(sys.path)}
-    shared |= gpu_sharing_environment(world, torch.cuda.device_count())
+    store = open_store()
+    shared = {"PYTHONPATH": os.pathsep.join(sys.path), **gpu_sharing_environment(world, torch.cuda.device_count())}
     ranks: list[subprocess.Popen[bytes]] = []
     with TemporaryDirectory(prefix="ringattn-") as folder:
         Path(folder, "call").write_bytes(pickle.dumps((sys.argv, entry, arguments)))
         command = [sys.executable, "-c", f"from {__name__} import run_rank; run_rank({folder!r}, {os.getpid()})"]
         try:
             for rank in range(world):
-                variables = (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()
-                environment = os.environ | {name: str(value) for name, value in variables}
+                place = LaunchedRank(rank, world, rank, world)
+                environment = os.environ | shared | rank_environment(place, store.port)
                 # In a new session, Ctrl-C reaches only this process, which then kills the ranks.
                 ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
             yield Path(folder), ranks

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
 TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -64,6 +66,22 @@ def launched_rank() -> LaunchedRank | None:
         here = re.match(r"\d+", local_world or world)  # srun writes 4(x2) for four on each of two machines
         return LaunchedRank(int(rank), int(world), int(local_rank or rank), int(here[0]) if here else 1)
     return None
+
+
+def open_store() -> TCPStore:
+    """Return a store that listens on the loopback interface; TCPStore's own server would listen on every address."""
+    from torch._C._distributed_c10d import TCPStore
+
+    server = socket.create_server((LOOPBACK, 0))
+    port, listening = server.getsockname()[1], server.detach()
+    return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listening)
+
+
+def rank_environment(place: LaunchedRank, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for a rank of this machine whose store has a port."""
+    ranks = zip(LAUNCHERS[0], (place.rank, place.world, place.local_rank, place.local_world), strict=True)
+    variables = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return {TORCHRUN: "ringattn"} | {name: str(value) for name, value in (*ranks, *variables.items())}
 
 
 def cores() -> int:

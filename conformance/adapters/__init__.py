@@ -1,1 +1,1 @@
-"""Ready adapters. Each file needs only torch and its target, because reproductions contain it."""
+"""Ready adapters. Each file needs torch, its target and ``..standalone``, because reproductions contain both files."""

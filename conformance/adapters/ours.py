@@ -8,13 +8,14 @@ from torch import Tensor
 
 import ringattn
 
+from ..standalone import uneven_lengths
+
 version = f"ringattn {ringattn.__version__}"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Any:
     """Call ``ring_attention`` in the layout of the call."""
-    lengths = [16 - 5 * (rank % 3) for rank in range(call.world)]
-    layout = ringattn.Layout.uneven(lengths) if call.layout == "uneven" else call.layout
+    layout = ringattn.Layout.uneven(uneven_lengths(call.world)) if call.layout == "uneven" else call.layout
     return ringattn.ring_attention(
         q, k, v, layout=layout, group=call.group, causal=call.causal, window_size=call.window_size,
         softmax_scale=call.softmax_scale, softcap=call.softcap, learnable_sink=call.sink,

@@ -12,7 +12,6 @@ from ringattn.conformance.referee import RIGHT, WRONG, Outcome, judge
 
 from ..support import broken_rings
 from ..support.broken_rings import DEFECTS, run_defect
-from ..support.rank_processes import PRELOADED
 
 CASES = {
     "document": Case(documents="ragged"), "window": Case("window", layout="zigzag"), "sink": Case(scores="sink"),
@@ -25,14 +24,14 @@ CASES = {
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[dict[int, Ranks]]:
     """Yield processes for one rank and for two, which all tests share."""
-    worlds = {world: Ranks(world, f"{broken_rings.__name__}:none", preload=PRELOADED) for world in (1, 2)}
+    worlds = {world: Ranks(world, f"{broken_rings.__name__}:none") for world in (1, 2)}
     yield worlds
     for processes in worlds.values():
         processes.close()
 
 
 def verdict(ranks: dict[int, Ranks], defect: str, case: Case) -> Outcome:
-    return judge(case, 0, lambda case, probe: ranks[case.world].run(run_defect, case, 0, probe, defect))
+    return judge(case, lambda case: ranks[case.world].run(run_defect, case, defect))
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

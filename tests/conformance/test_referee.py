@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
@@ -15,34 +13,34 @@ import pytest
 from ringattn.conformance import protocol
 from ringattn.conformance.cases import Case, pairwise_cases, select_cases
 from ringattn.conformance.causes import BASE_2_MERGE, DOCUMENT, FUTURE
+from ringattn.conformance.evidence import run_case
 from ringattn.conformance.merge import judge_merge
 from ringattn.conformance.model import judge_model
 from ringattn.conformance.protocol import AXES, Target
 from ringattn.conformance.ranks import Ranks, Reply
-from ringattn.conformance.referee import Outcome, Referee, VerdictJournal, judge
-from ringattn.conformance.worker import run_case
+from ringattn.conformance.referee import Outcome, Referee, judge
 
 from ..support import bad_targets
-from ..support.rank_processes import PRELOADED
 
 FORWARD = Case(gradients="none")
 
 
-def run_bad(target: Target, rank: int, case: Case, probe: bool, name: str) -> dict[str, Any]:
+def run_bad(target: Target, rank: int, case: Case, name: str) -> dict[str, Any]:
     """Run a case on a bad target, in processes that were started for another one."""
     found = getattr(bad_targets, name)
     adapter = found if hasattr(found, "attend") else protocol.load_target(f"{bad_targets.__name__}:{name}").adapter
-    return run_case(replace(target, adapter=adapter), rank, case, 0, probe)
+    return run_case(replace(target, adapter=adapter), rank, case)
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(2, bad_targets.__name__, preload=PRELOADED) as processes:
-        yield processes
+    processes = Ranks(2, bad_targets.__name__)
+    yield processes
+    processes.close()
 
 
 def verdict(ranks: Ranks, name: str, case: Case = FORWARD, deadline: float = 30.0) -> Outcome:
-    return judge(case, 0, lambda case, probe: ranks.run(run_bad, case, probe, name, deadline=deadline))
+    return judge(case, lambda case: ranks.run(run_bad, case, name, deadline=deadline))
 
 
 @pytest.mark.parametrize(("name", "status", "text"), [
@@ -79,20 +77,12 @@ def test_a_target_that_cannot_be_loaded() -> None:
             protocol.load_target(target)
 
 
-def test_registered_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_registered", {})
-    protocol.register("mine", bad_targets.__name__)
-    assert protocol.load_target("mine").adapter is bad_targets
-    with pytest.raises(ValueError, match="already registered"):
-        protocol.register("lucidrains", bad_targets.__name__)
-
-
 def test_the_example_of_the_protocol_is_right() -> None:
     example, case = dict[str, Any](), Case(world=1, heads="4/4")
     exec(dedent(str(protocol.__doc__).partition("::\n")[2].partition("\n\nOnly")[0]), example)
     target = Target(SimpleNamespace(**example))
     assert target.refusal(case) == "" and "window" in target.refusal(replace(case, mask="window"))
-    outcome = judge(case, 0, lambda case, probe: Reply("ok", [run_case(target, 0, case, 0, probe)]))
+    outcome = judge(case, lambda case: Reply("ok", [run_case(target, 0, case)]))
     assert outcome.status == "right", outcome.sentence()
 
 
@@ -110,20 +100,8 @@ def test_every_supported_pair_of_values_is_chosen() -> None:
     assert len({(a, b) for a, b, _ in rows}) == 6 and len({(b, c) for _, b, c in rows}) == 6
 
 
-def test_a_journal_resumes_only_its_own_run(tmp_path: Path) -> None:
-    path, header = tmp_path / "journal.jsonl", {"target": "a", "seed": 0}
-    outcome = Outcome(Case(world=3), "wrong", "a cause", notes=["a note"], error=2.0)
-    VerdictJournal(path, header).add(outcome)
-    with path.open("a") as file:
-        file.write('{"case": {"mask": "cau')  # the run was killed while it wrote
-    assert VerdictJournal(path, header).outcomes == {outcome.case: outcome}
-    assert [*map(json.loads, path.read_text().splitlines())][1]["cause"] == "a cause"
-    with pytest.raises(ValueError, match="another run"):
-        VerdictJournal(path, header | {"seed": 1})
-
-
 def failures(name: str, judged: Any, worlds: tuple[int, ...] = (1,)) -> list[str]:
-    with Referee(f"{bad_targets.__name__}:{name}", worlds=worlds, preload=PRELOADED) as referee:
+    with Referee(f"{bad_targets.__name__}:{name}", worlds=worlds) as referee:
         return list(judged(referee).failed)
 
 

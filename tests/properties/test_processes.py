@@ -58,9 +58,9 @@ def groups_of_every_kind(rank: int) -> None:
         Ring(pairs)
 
 
-@pytest.mark.parametrize("world", rest_nightly([2, 3, 5, 8], 2))
+@pytest.mark.parametrize("world", rest_nightly([2, 8], 2))
 def test_every_layout_over_processes_is_exact(world: int) -> None:
-    """The result equals that of virtual ranks bit for bit."""
+    """The result equals that of virtual ranks bit for bit; tests/conformance has the other worlds."""
     ranks, whole = group_results(world, parts_of_every_layout), tokens()
     for name, make in LAYOUTS.items():
         layout = make(TOKENS, world)

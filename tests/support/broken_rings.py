@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ringattn.conformance import causes
 from ringattn.conformance.cases import Case
-from ringattn.conformance.protocol import Target, TargetCall, default_positions
-from ringattn.conformance.worker import run_case
+from ringattn.conformance.evidence import run_case
+from ringattn.conformance.protocol import Target, TargetCall
+from ringattn.conformance.standalone import default_positions
 from ringattn.reference.masks import add_head_dim, visible
 from ringattn.reference.scores import ScoreOptions, apply_score_options, dropout_factors
 
@@ -152,6 +153,6 @@ class BrokenRing(torch.autograd.Function):
         return dq.transpose(1, 2).to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), dsink, None, None
 
 
-def run_defect(target: Target, rank: int, case: Case, seed: int, probe: bool, defect: str) -> dict[str, Any]:
+def run_defect(target: Target, rank: int, case: Case, defect: str) -> dict[str, Any]:
     """Run a case on the ring with a defect, in processes that were started for another target."""
-    return run_case(replace(target, adapter=__getattr__(defect)), rank, case, seed, probe)
+    return run_case(replace(target, adapter=__getattr__(defect)), rank, case)
