@@ -203,6 +203,7 @@ def survivors(chosen: list[tuple[Target, Mutant]], show: bool) -> list[str]:
 def serve(work: Callable[[], object], connection: Connection) -> None:
     """Run `work`, send its result, and discard its output."""
     try:
+        torch.set_num_threads(1)  # the first call after a fork replaces the thread pool, and is not thread-safe
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
