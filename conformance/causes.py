@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -20,7 +21,10 @@ ZERO, NOT_FINITE, BLIND = "the output is all zero", "the output is not finite", 
 SCALE_TWICE, HEADS = "the scale is applied twice", "query head h reads key/value head h % Hkv"
 SINK, SINK_PER_HOP = "the sink is dropped", "the sink is counted once per hop"
 BASE_2, BASE_2_MERGE = "lse is in base 2", "parts are merged by powers of 2 of a natural lse"
-UNSCALED = "parts are merged without rescaling"
+BASE_E_MERGE, LSE_16 = "parts are merged as if an lse in base 2 were natural", "lse is rounded to 16 bit"
+UNSCALED, NOT_NORMALISED = "parts are merged without rescaling", "the sum is not divided by that of the weights"
+ONE_PART, LARGEST_LSE = "only one part is used", "lse is the largest part's, not that of the sum"
+ZERO_LSE = "an lse of -inf is read as 0"
 FUTURE, DOCUMENT, PADDING = "keys from the future are seen", "keys of another document are seen", "padding is attended"
 WINDOW_EDGE, OUTSIDE_WINDOW = "the window is off by one", "keys outside the window are seen"
 UNSEEN = "visible keys are not seen"
@@ -90,12 +94,11 @@ def _outputs(evidence: Evidence) -> Iterator[Hypothesis]:
     if evidence.case.scores in neutral:
         name, value = neutral[evidence.case.scores]
         yield f"{name} is ignored", attend_plainly(whole, replace(call, **{name: value}))
-    yield BASE_2, {"lse": evidence.exact["lse"] / torch.tensor(2.0).double().log()}
     parts = [attend_plainly(whole, call, keys=keys) for keys in _shard_masks(evidence)]
     out, lse, weights = (torch.stack([part[name] for part in parts]) for name in ("out", "lse", "weights"))
     if call.sink is not None:
         yield SINK_PER_HOP, {"out": weigh_parts(out, (lse - lse.amax(0)).exp()), "lse": lse.logsumexp(0)}
-    yield from ((cause, {"out": merged}) for cause, merged in wrong_merges(out, lse))
+    yield from wrong_merges(out, lse)
     largest = weights.amax(-1)  # a part may be relative to its own maximum
     yield UNSCALED, {"out": weigh_parts(out, torch.where(largest > 0, 1 / largest, 0.0))}
 
@@ -107,16 +110,28 @@ def _shard_masks(evidence: Evidence) -> Tensor:
 
 def weigh_parts(outs: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean of parts, ``outs [parts, B, S, H, D]`` by ``weights [parts, B, H, S]``."""
-    scaled = weights.transpose(2, 3)[..., None]
-    return (scaled * outs).sum(0) / scaled.sum(0).clamp(min=1e-300)
+    return _add_parts(outs, weights / weights.sum(0).clamp(min=1e-300))
 
 
-def wrong_merges(outs: Tensor, lses: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _add_parts(outs: Tensor, weights: Tensor) -> Tensor:
+    return (weights.transpose(2, 3)[..., None] * outs).sum(0)
+
+
+def wrong_merges(outs: Tensor, lses: Tensor) -> Iterator[Hypothesis]:
     """Yield wrong ways to merge parts, ``outs [parts, B, S, H, D]`` with ``lses [parts, B, H, S]``."""
-    yield BASE_2_MERGE, weigh_parts(outs, (lses - lses.amax(0).nan_to_num(neginf=0.0)).exp2())
-    yield UNSCALED, outs.sum(0)
-    yield UNSCALED, weigh_parts(outs, (lses > -torch.inf).double())
-    yield UNSCALED, weigh_parts(outs, torch.ones_like(lses))
+    largest, total, base = lses.amax(0), lses.logsumexp(0), math.log(2)
+    pivot = largest.nan_to_num(neginf=0.0)
+    for cause, factor in ((BASE_2_MERGE, base), (BASE_E_MERGE, 1 / base)):
+        yield cause, {"out": weigh_parts(outs, ((lses - pivot) * factor).exp())}
+        for at in (pivot, total.nan_to_num(neginf=0.0)):
+            yield f"{cause}, and {NOT_NORMALISED}", {"out": _add_parts(outs, ((lses - at) * factor).exp())}
+    yield NOT_NORMALISED, {"out": _add_parts(outs, (lses - pivot).exp())}
+    for other in (lses.bfloat16(), lses.half(), lses.nan_to_num(neginf=0.0)):
+        merged = {"out": weigh_parts(outs, (other - pivot).exp()), "lse": other.double().logsumexp(0)}
+        yield ZERO_LSE if other.dtype == lses.dtype else LSE_16, merged
+    yield from ((UNSCALED, {"out": x}) for x in (outs.sum(0), outs.mean(0), weigh_parts(outs, (lses > -math.inf) * 1.0)))
+    yield from ((ONE_PART, {"out": x}) for x in (outs[0], outs[-1]))
+    yield from ((BASE_2, {"lse": total / base}), (LARGEST_LSE, {"lse": largest}))
 
 
 def _find_visibility(evidence: Evidence, run: Runner) -> str:
