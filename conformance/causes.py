@@ -17,7 +17,7 @@ from .ranks import Reply
 from .standalone import GRADIENTS, OUTPUTS, Results, attend_plainly, number_documents, visible_keys
 
 NO_CAUSE = "no known cause"
-ZERO, NOT_FINITE, BLIND = "the output is all zero", "the output is not finite", "rows that see no key are not zero"
+ZERO, NOT_FINITE, BLIND = "the output is all zero", "it is not finite", "rows that see no key are not 0 and -inf"
 SCALE_TWICE, HEADS = "the scale is applied twice", "query head h reads key/value head h % Hkv"
 SINK, SINK_PER_HOP = "the sink is dropped", "the sink is counted once per hop"
 BASE_2, BASE_2_MERGE = "lse is in base 2", "parts are merged by powers of 2 of a natural lse"
@@ -31,6 +31,8 @@ UNSEEN = "visible keys are not seen"
 LOCAL, SHIFTED = "dK/dV are not reduced over the ranks", "dK/dV are those of another rank's shard"
 MISROUTED = "parts of dK/dV are added to those of other shards"
 STALE, NO_GRADIENT = "the backward uses stale K/V", "the gradient is zero"
+EQUAL_ROWS, LSE_GRADIENT = "equal rows of a batch get different results", "the gradient of lse is ignored"
+DROPOUT_SCALE = "weights that dropout keeps are not divided by 1 - dropout_p"
 DROPOUT_RATE, DROPOUT_WORLD = "dropout drops the wrong share", "dropout depends on the number of ranks"
 ROUNDING = "too much rounding in 16 bit"
 MIXTURE_NOISE = 1e-3  # smaller shares of a gradient do not count
@@ -56,9 +58,11 @@ def find_cause(evidence: Evidence, run: Runner) -> str:
         return _match(evidence, OUTPUTS, _outputs(evidence)) or _find_visibility(evidence, run) or NO_CAUSE
     if evidence.is_wrong("lse"):
         return _match(evidence, OUTPUTS, _outputs(evidence)) or NO_CAUSE
-    for name in ("dk", "dv", "dq", "dsink"):
-        if evidence.is_wrong(name) and not evidence.actual[name].any():
+    for name in filter(evidence.is_wrong, ("dk", "dv", "dq", "dsink")):
+        if not evidence.actual[name].any():
             return f"{NO_GRADIENT}: {name}"
+        if not evidence.actual[name].isfinite().all():
+            return f"{NOT_FINITE}: {name}"
     cause = _match(evidence, GRADIENTS, _gradients(evidence)) or _find_mixture(evidence)
     return cause or (MISROUTED if _is_misrouted(evidence) else NO_CAUSE)
 
@@ -76,7 +80,8 @@ def _fits(evidence: Evidence, name: str, alternative: Tensor) -> bool:
     """Return True if a result is what ``alternative`` would give, and not just near the exact result."""
     actual = evidence.actual[name].double()
     off = (actual - alternative).abs().masked_fill(actual == alternative, 0.0).max().item()
-    return bool(off <= evidence.limits[name] * max(1.0, 0.02 * evidence.errors[name]))
+    error = evidence.errors[name] if math.isfinite(evidence.errors[name]) else 0.0
+    return bool(off <= evidence.limits[name] * max(1.0, 0.02 * error))
 
 
 def _outputs(evidence: Evidence) -> Iterator[Hypothesis]:
@@ -94,6 +99,9 @@ def _outputs(evidence: Evidence) -> Iterator[Hypothesis]:
     if evidence.case.scores in neutral:
         name, value = neutral[evidence.case.scores]
         yield f"{name} is ignored", attend_plainly(whole, replace(call, **{name: value}))
+    yield BASE_2, {"lse": evidence.exact["lse"] / math.log(2)}
+    if call.dropout_p:
+        yield DROPOUT_SCALE, attend_plainly(whole, call, factors=evidence.factors * (1 - call.dropout_p))
     parts = [attend_plainly(whole, call, keys=keys) for keys in _shard_masks(evidence)]
     out, lse, weights = (torch.stack([part[name] for part in parts]) for name in ("out", "lse", "weights"))
     if call.sink is not None:
@@ -129,7 +137,9 @@ def wrong_merges(outs: Tensor, lses: Tensor) -> Iterator[Hypothesis]:
     for other in (lses.bfloat16(), lses.half(), lses.nan_to_num(neginf=0.0)):
         merged = {"out": weigh_parts(outs, (other - pivot).exp()), "lse": other.double().logsumexp(0)}
         yield ZERO_LSE if other.dtype == lses.dtype else LSE_16, merged
-    yield from ((UNSCALED, {"out": x}) for x in (outs.sum(0), outs.mean(0), weigh_parts(outs, (lses > -math.inf) * 1.0)))
+    yield from (
+        (UNSCALED, {"out": x}) for x in (outs.sum(0), outs.mean(0), weigh_parts(outs, (lses > -math.inf) * 1.0))
+    )
     yield from ((ONE_PART, {"out": x}) for x in (outs[0], outs[-1]))
     yield from ((BASE_2, {"lse": total / base}), (LARGEST_LSE, {"lse": largest}))
 
@@ -137,11 +147,13 @@ def wrong_merges(outs: Tensor, lses: Tensor) -> Iterator[Hypothesis]:
 def _find_visibility(evidence: Evidence, run: Runner) -> str:
     """Return what a probe finds: keys that move an output that must not see them, and keys that do not."""
     probe = replace(evidence.case, gradients="none", is_probe=True)
-    reply = run(probe)
-    if reply.status != "ok":
+    if probe.scores == "dropout" or (reply := run(probe)).status != "ok":  # without dropout, it is right
         return ""
     out = join_parts(probe, reply.values)[0]["out"].double()
-    influence = ((out[1:] - out[:1]).abs().amax((2, 3)) > PROBE_THRESHOLD[probe.dtype]).T
+    changes = (out - out[-1]).abs().amax((2, 3)) > PROBE_THRESHOLD[probe.dtype]
+    if changes[0].any():
+        return EQUAL_ROWS
+    influence = changes[1:-1].T
     call, visible = probe.call(), visible_keys(probe.call())[0]
     document, at, (left, right) = number_documents(call), torch.arange(call.tokens), call.window_size
     leaks, unseen = influence & ~visible, visible & ~influence
@@ -167,8 +179,10 @@ def _describe_pairs(evidence: Evidence, cause: str, pairs: Tensor) -> str:
 
 def _gradients(evidence: Evidence) -> Iterator[Hypothesis]:
     """Yield mistakes in the backward pass, given that the forward is right."""
-    world, parts = evidence.case.world, _parts_by_queries(evidence)
+    world, call, parts = evidence.case.world, evidence.case.call(), _parts_by_queries(evidence)
     owner = _shard_masks(evidence).double()[:, None, :, None, None]
+    if call.needs_lse:
+        yield LSE_GRADIENT, attend_plainly(evidence.whole, replace(call, needs_lse=False), factors=evidence.factors)
     if world > 1:
         yield LOCAL, {name: (torch.stack([part[name] for part in parts]) * owner).sum(0) for name in ("dk", "dv")}
     if evidence.case.scores in ("plain", "scale") and evidence.is_even:
@@ -218,7 +232,7 @@ def _find_mixture(evidence: Evidence) -> str:
         if not _fits(evidence, name, mixture):
             return ""
         terms = {
-            part: f"{share:.3g} {part[0]}"
+            part: f"{share:.5g} {part[0]}"
             for part, share in zip(parts, shares.tolist(), strict=True)
             if abs(share) > MIXTURE_NOISE
         }
