@@ -46,18 +46,9 @@ Runner = Callable[[Case], Reply]
 
 def find_cause(evidence: Evidence, run: Runner) -> str:
     """Return the cause of a wrong result, or :data:`NO_CAUSE`; ``run`` runs the probe."""
-    out, blind = evidence.actual["out"], evidence.exact["blind"].transpose(1, 2)
-    if evidence.is_wrong("out"):
-        if not out.any():
-            return ZERO
-        wrong = evidence.difference("out").amax(-1) > evidence.limits["out"]
-        if blind.any() and not wrong[~blind].any():
-            return BLIND
-        if not out.isfinite().all():
-            return NOT_FINITE
-        return _match(evidence, OUTPUTS, _outputs(evidence)) or _find_visibility(evidence, run) or NO_CAUSE
-    if evidence.is_wrong("lse"):
-        return _match(evidence, OUTPUTS, _outputs(evidence)) or NO_CAUSE
+    if evidence.is_wrong("out") or evidence.is_wrong("lse"):
+        cause = find_output_cause(evidence, _outputs(evidence))
+        return cause or (evidence.is_wrong("out") and _find_visibility(evidence, run)) or NO_CAUSE
     for name in filter(evidence.is_wrong, ("dk", "dv", "dq", "dsink")):
         if not evidence.actual[name].any():
             return f"{NO_GRADIENT}: {name}"
@@ -65,6 +56,18 @@ def find_cause(evidence: Evidence, run: Runner) -> str:
             return f"{NOT_FINITE}: {name}"
     cause = _match(evidence, GRADIENTS, _gradients(evidence)) or _find_mixture(evidence)
     return cause or (MISROUTED if _is_misrouted(evidence) else NO_CAUSE)
+
+
+def find_output_cause(evidence: Evidence, hypotheses: Iterator[Hypothesis]) -> str:
+    """Return the cause of a wrong ``out`` or ``lse``, or an empty text."""
+    out, blind = evidence.actual["out"], evidence.exact["blind"]
+    rows = {name: evidence.difference(name) for name in OUTPUTS if name in evidence.actual}
+    rows["out"] = rows["out"].amax(-1).transpose(1, 2)
+    if evidence.is_wrong("out") and not out.any():
+        return ZERO
+    if not any((off > evidence.limits[name])[~blind].any() for name, off in rows.items()):
+        return BLIND
+    return _match(evidence, OUTPUTS, hypotheses) if out.isfinite().all() else NOT_FINITE
 
 
 def _match(evidence: Evidence, names: Iterable[str], hypotheses: Iterator[Hypothesis]) -> str:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..bench.common.result import Result
-from .causes import BLIND, NO_CAUSE, NOT_FINITE, weigh_parts, wrong_merges
+from .cases import Case
+from .causes import NO_CAUSE, find_output_cause, weigh_parts, wrong_merges
+from .evidence import Evidence
 from .protocol import Target
 from .standalone import MisuseError
 
@@ -75,26 +77,14 @@ def judge_merge(referee: Referee) -> Result:
 
 def _judge_parts(outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> tuple[str, float]:
     """Return the cause of a wrong merge, and the largest error as a multiple of its limit."""
-    parts, stacked, merged = torch.stack(outs).double(), torch.stack(lses).double(), {"out": out, "lse": lse}
+    parts, stacked = torch.stack(outs).double(), torch.stack(lses).double()
     pivot, total = stacked.amax(0).nan_to_num(neginf=0.0), stacked.logsumexp(0)
-    exact = weigh_parts(parts, (stacked - pivot).exp())
+    mean = weigh_parts(parts, (stacked - pivot).exp())
     # A weight is the exponential of a rounded lse, so it is off by as much as the lse.
     rounding = 4 * len(outs) * 2.0**-23 * max(1.0, float(pivot.abs().max()))
-    limits = {"out": (rounding + torch.finfo(outs[0].dtype).eps) * max(1.0, float(exact.abs().max())), "lse": rounding}
-
-    def errors(name: str, truth: Tensor) -> Tensor:
-        off = (merged[name].double() - truth).abs().nan_to_num(nan=math.inf) / limits[name]
-        return off.masked_fill(merged[name] == truth, 0.0)
-
-    off = {"out": errors("out", exact), "lse": errors("lse", total)}
-    wrong, error = [name for name in off if off[name].max() > 1], max(x.max().item() for x in off.values())
-    seen = total > -math.inf
-    if not wrong:
-        return "", error
-    if off["lse"][seen].max() <= 1 and off["out"].transpose(1, 2)[seen].max() <= 1:
-        return BLIND, error
-    for cause, other in wrong_merges(parts, stacked):
-        names = [name for name in wrong if name in other]
-        if names and all(errors(name, other[name]).max() <= 1 for name in names):
-            return cause, error
-    return NO_CAUSE if out.isfinite().all() else NOT_FINITE, error
+    limits = {"out": (rounding + torch.finfo(outs[0].dtype).eps) * max(1.0, float(mean.abs().max())), "lse": rounding}
+    exact = {"out": mean, "lse": total, "blind": total == -math.inf}
+    evidence = Evidence(Case(), {}, {"out": out, "lse": lse}, (), exact, limits, torch.ones(()), "")
+    cause = find_output_cause(evidence, wrong_merges(parts, stacked)) or NO_CAUSE
+    error = max(evidence.errors.values())
+    return cause if error > 1 else "", error

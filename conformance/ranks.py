@@ -144,17 +144,14 @@ class Ranks:
 
 def _side_effects(forks: set[str]) -> str:
     """Return ``forks`` and which of torch's defaults the target changed, as one text; undo these changes."""
-    changes = set[str]()
-    if torch.get_default_dtype() != torch.float32:
-        torch.set_default_dtype(torch.float32)
-        changes.add("it changes the default dtype")
-    if torch.get_default_device().type != "cpu":
-        torch.set_default_device(None)
-        changes.add("it changes the default device")
-    if not torch.is_grad_enabled():
-        torch.set_grad_enabled(True)
-        changes.add("it turns gradients off")
-    return "; ".join(sorted(forks | changes))
+    is_changed = {
+        "dtype": torch.get_default_dtype() != torch.float32, "device": torch.get_default_device().type != "cpu",
+        "grad mode": not torch.is_grad_enabled(),
+    }  # fmt: skip
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    return "; ".join([*forks, *(f"it changes the default {name}" for name in is_changed if is_changed[name])])
 
 
 def serve(place: LaunchedRank, port: int, pipe: Connection, log: Path, path: str, kind: str) -> None:

@@ -61,7 +61,9 @@ def judge(case: Case, run: Runner) -> Outcome:
     if evidence.wrong_rate:
         return replace(outcome, status=WRONG, cause=explain(evidence, run), error=None)
     if evidence.errors[worst] > 1:
-        return replace(outcome, status=WRONG, cause=explain(evidence, run), where=evidence.locate(worst))
+        cause = explain(evidence, run)
+        cause = changes[0] if cause == NO_CAUSE and changes else cause
+        return replace(outcome, status=WRONG, cause=cause, where=evidence.locate(worst))
     if changes:
         return replace(outcome, status=WRONG, cause=changes[0])
     return _compare_dropout(outcome, evidence, run) if case.scores == "dropout" and case.world > 1 else outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -64,12 +65,24 @@ def exits(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
     raise SystemExit(0)
 
 
+def changes_defaults(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    return attend(q, k, v, call).float()
+
+
+def closes_output(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
+    sys.stdout.close()
+    return attend(q, k, v, call)
+
+
 def returns_nothing(q: Tensor, k: Tensor, v: Tensor, call: Any) -> None:
     return None
 
 
 features = {"causal", "full", "contiguous", "float32", "gradients", "grouped heads"}
 overlaps = SimpleNamespace(attend=attend, positions=lambda call: torch.arange(call.tokens // call.world))
+beyond = SimpleNamespace(attend=attend, positions=lambda call: default_positions(call) + 1)
+misspelt = SimpleNamespace(attend=attend, features={"windows"})
 shifted = SimpleNamespace(attend=lambda q, k, v, call: attend(q, k, v, call)[:, 1:], positions=default_positions)
 
 
