@@ -121,6 +121,8 @@ class Referee:
         self, target: str, *, worlds: Sequence[int] = (1, 2, 3, 4, 5, 6), seed: int = 0, deadline: float = 30.0,
         device: str = "cpu",
     ) -> None:  # fmt: skip
+        if min(worlds) < 1:
+            raise ValueError(f"worlds has {min(worlds)}: a number of ranks is at least 1.")
         self.target, self.worlds, self.seed, self.deadline = target, worlds, seed, deadline
         self.device, self._ranks = device, dict[int, Ranks]()
 

@@ -167,6 +167,7 @@ def test_every_wrong_merge_is_named(cause: str) -> None:
 
 @pytest.mark.parametrize(("name", "text"), [
     ("build", ""), ("build_leaky", FUTURE), ("build_mixed", DOCUMENT), ("build_scaled", "loss on 2 ranks"),
+    ("build_noisy", causes.EQUAL_ROWS),
 ])  # fmt: skip
 @pytest.mark.nightly
 def test_models(name: str, text: str) -> None:

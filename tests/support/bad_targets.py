@@ -129,5 +129,17 @@ def build_mixed() -> Decoder:
     return Decoder(ignores_documents=True)
 
 
+class Noisy(Decoder):
+    """A model with dropout that is on, which returns its logits as Hugging Face does."""
+
+    def forward(self, tokens: Tensor, cu_seqlens: Any = None) -> Any:
+        out, at = super().forward(tokens, cu_seqlens)
+        return SimpleNamespace(logits=(torch.nn.functional.dropout(out), at))
+
+
+def build_noisy() -> Decoder:
+    return Noisy()
+
+
 def build_scaled() -> Decoder:
     return Decoder(scale=1.83)
