@@ -34,7 +34,7 @@ class Case:
     length_world: int = 0
     """Number of ranks whose number of tokens it has; 0 for ``world``."""
     is_probe: bool = False
-    """True if batch row ``j + 1`` differs from row 0 only in the value of token ``j``."""
+    """True if batch row ``j + 1`` differs from the first and the last only in the value of token ``j``."""
 
     @property
     def id(self) -> str:
@@ -63,7 +63,7 @@ class Case:
         heads, kv_heads = map(int, self.heads.split("/"))
         tokens, generator = self.tokens, torch.Generator().manual_seed(heads)
         grain = 2 * (self.length_world or self.world)  # zigzag's documents must be multiples of it
-        lengths = (tokens - 5,) * (1 + tokens) if self.is_probe else (tokens - 5, max(1, tokens // 2))
+        lengths = (tokens - 5,) * (2 + tokens) if self.is_probe else (tokens - 5, max(1, tokens // 2))
         options: dict[str, dict[str, Any]] = {
             "causal": {"causal": True}, "window": {"causal": True, "window_size": (9, 0)},
             "two-sided window": {"window_size": (5, 3)}, "prefix": {"causal": True, "prefix_length": tokens // 3},
@@ -91,7 +91,7 @@ class Case:
             whole["v"] = torch.eye(call.tokens, dtype=call.dtype)[None, :, None].repeat(rows, 1, call.kv_heads, 1)
         if self.is_probe:
             whole = {name: x.repeat(call.batch, *[1] * (x.dim() - 1)) for name, x in whole.items()}
-            whole["v"][torch.arange(1, call.batch), torch.arange(call.tokens)] += PROBE_STEP
+            whole["v"][torch.arange(1, call.batch - 1), torch.arange(call.tokens)] += PROBE_STEP
         return whole
 
     @property

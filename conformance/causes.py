@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -16,17 +17,22 @@ from .ranks import Reply
 from .standalone import GRADIENTS, OUTPUTS, Results, attend_plainly, number_documents, visible_keys
 
 NO_CAUSE = "no known cause"
-ZERO, NOT_FINITE, BLIND = "the output is all zero", "the output is not finite", "rows that see no key are not zero"
+ZERO, NOT_FINITE, BLIND = "the output is all zero", "it is not finite", "rows that see no key are not 0 and -inf"
 SCALE_TWICE, HEADS = "the scale is applied twice", "query head h reads key/value head h % Hkv"
 SINK, SINK_PER_HOP = "the sink is dropped", "the sink is counted once per hop"
 BASE_2, BASE_2_MERGE = "lse is in base 2", "parts are merged by powers of 2 of a natural lse"
-UNSCALED = "parts are merged without rescaling"
+BASE_E_MERGE, LSE_16 = "parts are merged as if an lse in base 2 were natural", "lse is rounded to 16 bit"
+UNSCALED, NOT_NORMALISED = "parts are merged without rescaling", "the sum is not divided by that of the weights"
+ONE_PART, LARGEST_LSE = "only one part is used", "lse is the largest part's, not that of the sum"
+ZERO_LSE = "an lse of -inf is read as 0"
 FUTURE, DOCUMENT, PADDING = "keys from the future are seen", "keys of another document are seen", "padding is attended"
 WINDOW_EDGE, OUTSIDE_WINDOW = "the window is off by one", "keys outside the window are seen"
 UNSEEN = "visible keys are not seen"
 LOCAL, SHIFTED = "dK/dV are not reduced over the ranks", "dK/dV are those of another rank's shard"
 MISROUTED = "parts of dK/dV are added to those of other shards"
 STALE, NO_GRADIENT = "the backward uses stale K/V", "the gradient is zero"
+EQUAL_ROWS, LSE_GRADIENT = "equal rows of a batch get different results", "the gradient of lse is ignored"
+DROPOUT_SCALE = "weights that dropout keeps are not divided by 1 - dropout_p"
 DROPOUT_RATE, DROPOUT_WORLD = "dropout drops the wrong share", "dropout depends on the number of ranks"
 ROUNDING = "too much rounding in 16 bit"
 MIXTURE_NOISE = 1e-3  # smaller shares of a gradient do not count
@@ -40,23 +46,28 @@ Runner = Callable[[Case], Reply]
 
 def find_cause(evidence: Evidence, run: Runner) -> str:
     """Return the cause of a wrong result, or :data:`NO_CAUSE`; ``run`` runs the probe."""
-    out, blind = evidence.actual["out"], evidence.exact["blind"].transpose(1, 2)
-    if evidence.is_wrong("out"):
-        if not out.any():
-            return ZERO
-        wrong = evidence.difference("out").amax(-1) > evidence.limits["out"]
-        if blind.any() and not wrong[~blind].any():
-            return BLIND
-        if not out.isfinite().all():
-            return NOT_FINITE
-        return _match(evidence, OUTPUTS, _outputs(evidence)) or _find_visibility(evidence, run) or NO_CAUSE
-    if evidence.is_wrong("lse"):
-        return _match(evidence, OUTPUTS, _outputs(evidence)) or NO_CAUSE
-    for name in ("dk", "dv", "dq", "dsink"):
-        if evidence.is_wrong(name) and not evidence.actual[name].any():
+    if evidence.is_wrong("out") or evidence.is_wrong("lse"):
+        cause = find_output_cause(evidence, _outputs(evidence))
+        return cause or (evidence.is_wrong("out") and _find_visibility(evidence, run)) or NO_CAUSE
+    for name in filter(evidence.is_wrong, ("dk", "dv", "dq", "dsink")):
+        if not evidence.actual[name].any():
             return f"{NO_GRADIENT}: {name}"
+        if not evidence.actual[name].isfinite().all():
+            return f"{NOT_FINITE}: {name}"
     cause = _match(evidence, GRADIENTS, _gradients(evidence)) or _find_mixture(evidence)
     return cause or (MISROUTED if _is_misrouted(evidence) else NO_CAUSE)
+
+
+def find_output_cause(evidence: Evidence, hypotheses: Iterator[Hypothesis]) -> str:
+    """Return the cause of a wrong ``out`` or ``lse``, or an empty text."""
+    out, blind = evidence.actual["out"], evidence.exact["blind"]
+    rows = {name: evidence.difference(name) for name in OUTPUTS if name in evidence.actual}
+    rows["out"] = rows["out"].amax(-1).transpose(1, 2)
+    if evidence.is_wrong("out") and not out.any():
+        return ZERO
+    if not any((off > evidence.limits[name])[~blind].any() for name, off in rows.items()):
+        return BLIND
+    return _match(evidence, OUTPUTS, hypotheses) if out.isfinite().all() else NOT_FINITE
 
 
 def _match(evidence: Evidence, names: Iterable[str], hypotheses: Iterator[Hypothesis]) -> str:
@@ -72,7 +83,8 @@ def _fits(evidence: Evidence, name: str, alternative: Tensor) -> bool:
     """Return True if a result is what ``alternative`` would give, and not just near the exact result."""
     actual = evidence.actual[name].double()
     off = (actual - alternative).abs().masked_fill(actual == alternative, 0.0).max().item()
-    return bool(off <= evidence.limits[name] * max(1.0, 0.02 * evidence.errors[name]))
+    error = evidence.errors[name] if math.isfinite(evidence.errors[name]) else 0.0
+    return bool(off <= evidence.limits[name] * max(1.0, 0.02 * error))
 
 
 def _outputs(evidence: Evidence) -> Iterator[Hypothesis]:
@@ -90,12 +102,14 @@ def _outputs(evidence: Evidence) -> Iterator[Hypothesis]:
     if evidence.case.scores in neutral:
         name, value = neutral[evidence.case.scores]
         yield f"{name} is ignored", attend_plainly(whole, replace(call, **{name: value}))
-    yield BASE_2, {"lse": evidence.exact["lse"] / torch.tensor(2.0).double().log()}
+    yield BASE_2, {"lse": evidence.exact["lse"] / math.log(2)}
+    if call.dropout_p:
+        yield DROPOUT_SCALE, attend_plainly(whole, call, factors=evidence.factors * (1 - call.dropout_p))
     parts = [attend_plainly(whole, call, keys=keys) for keys in _shard_masks(evidence)]
     out, lse, weights = (torch.stack([part[name] for part in parts]) for name in ("out", "lse", "weights"))
     if call.sink is not None:
         yield SINK_PER_HOP, {"out": weigh_parts(out, (lse - lse.amax(0)).exp()), "lse": lse.logsumexp(0)}
-    yield from ((cause, {"out": merged}) for cause, merged in wrong_merges(out, lse))
+    yield from wrong_merges(out, lse)
     largest = weights.amax(-1)  # a part may be relative to its own maximum
     yield UNSCALED, {"out": weigh_parts(out, torch.where(largest > 0, 1 / largest, 0.0))}
 
@@ -107,26 +121,42 @@ def _shard_masks(evidence: Evidence) -> Tensor:
 
 def weigh_parts(outs: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean of parts, ``outs [parts, B, S, H, D]`` by ``weights [parts, B, H, S]``."""
-    scaled = weights.transpose(2, 3)[..., None]
-    return (scaled * outs).sum(0) / scaled.sum(0).clamp(min=1e-300)
+    return _add_parts(outs, weights / weights.sum(0).clamp(min=1e-300))
 
 
-def wrong_merges(outs: Tensor, lses: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _add_parts(outs: Tensor, weights: Tensor) -> Tensor:
+    return (weights.transpose(2, 3)[..., None] * outs).sum(0)
+
+
+def wrong_merges(outs: Tensor, lses: Tensor) -> Iterator[Hypothesis]:
     """Yield wrong ways to merge parts, ``outs [parts, B, S, H, D]`` with ``lses [parts, B, H, S]``."""
-    yield BASE_2_MERGE, weigh_parts(outs, (lses - lses.amax(0).nan_to_num(neginf=0.0)).exp2())
-    yield UNSCALED, outs.sum(0)
-    yield UNSCALED, weigh_parts(outs, (lses > -torch.inf).double())
-    yield UNSCALED, weigh_parts(outs, torch.ones_like(lses))
+    largest, total, base = lses.amax(0), lses.logsumexp(0), math.log(2)
+    pivot = largest.nan_to_num(neginf=0.0)
+    for cause, factor in ((BASE_2_MERGE, base), (BASE_E_MERGE, 1 / base)):
+        yield cause, {"out": weigh_parts(outs, ((lses - pivot) * factor).exp())}
+        for at in (pivot, total.nan_to_num(neginf=0.0)):
+            yield f"{cause}, and {NOT_NORMALISED}", {"out": _add_parts(outs, ((lses - at) * factor).exp())}
+    yield NOT_NORMALISED, {"out": _add_parts(outs, (lses - pivot).exp())}
+    for other in (lses.bfloat16(), lses.half(), lses.nan_to_num(neginf=0.0)):
+        merged = {"out": weigh_parts(outs, (other - pivot).exp()), "lse": other.double().logsumexp(0)}
+        yield ZERO_LSE if other.dtype == lses.dtype else LSE_16, merged
+    yield from (
+        (UNSCALED, {"out": x}) for x in (outs.sum(0), outs.mean(0), weigh_parts(outs, (lses > -math.inf) * 1.0))
+    )
+    yield from ((ONE_PART, {"out": x}) for x in (outs[0], outs[-1]))
+    yield from ((BASE_2, {"lse": total / base}), (LARGEST_LSE, {"lse": largest}))
 
 
 def _find_visibility(evidence: Evidence, run: Runner) -> str:
     """Return what a probe finds: keys that move an output that must not see them, and keys that do not."""
     probe = replace(evidence.case, gradients="none", is_probe=True)
-    reply = run(probe)
-    if reply.status != "ok":
+    if probe.scores == "dropout" or (reply := run(probe)).status != "ok":  # without dropout, it is right
         return ""
     out = join_parts(probe, reply.values)[0]["out"].double()
-    influence = ((out[1:] - out[:1]).abs().amax((2, 3)) > PROBE_THRESHOLD[probe.dtype]).T
+    changes = (out - out[-1]).abs().amax((2, 3)) > PROBE_THRESHOLD[probe.dtype]
+    if changes[0].any():
+        return EQUAL_ROWS
+    influence = changes[1:-1].T
     call, visible = probe.call(), visible_keys(probe.call())[0]
     document, at, (left, right) = number_documents(call), torch.arange(call.tokens), call.window_size
     leaks, unseen = influence & ~visible, visible & ~influence
@@ -152,8 +182,10 @@ def _describe_pairs(evidence: Evidence, cause: str, pairs: Tensor) -> str:
 
 def _gradients(evidence: Evidence) -> Iterator[Hypothesis]:
     """Yield mistakes in the backward pass, given that the forward is right."""
-    world, parts = evidence.case.world, _parts_by_queries(evidence)
+    world, call, parts = evidence.case.world, evidence.case.call(), _parts_by_queries(evidence)
     owner = _shard_masks(evidence).double()[:, None, :, None, None]
+    if call.needs_lse:
+        yield LSE_GRADIENT, attend_plainly(evidence.whole, replace(call, needs_lse=False), factors=evidence.factors)
     if world > 1:
         yield LOCAL, {name: (torch.stack([part[name] for part in parts]) * owner).sum(0) for name in ("dk", "dv")}
     if evidence.case.scores in ("plain", "scale") and evidence.is_even:
@@ -203,7 +235,7 @@ def _find_mixture(evidence: Evidence) -> str:
         if not _fits(evidence, name, mixture):
             return ""
         terms = {
-            part: f"{share:.3g} {part[0]}"
+            part: f"{share:.5g} {part[0]}"
             for part, share in zip(parts, shares.tolist(), strict=True)
             if abs(share) > MIXTURE_NOISE
         }

@@ -119,11 +119,17 @@ def judge_cases(referee: Referee, seconds: float, only: str, out: Path | None) -
     """Judge the cases of a target; return the result and its text for a terminal."""
     from ..autotune.store import Journal
     from ..bench.common.progress import progress
+    from .cases import Case
     from .referee import REFUSED, Outcome
     from .reproduce import write_reproduction
 
     version, cases, refused = referee.describe()
-    run, cases = f"{referee.target}: {version}, seed {referee.seed}", [case for case in cases if only in case.id]
+    run, cases = (
+        f"{referee.target}: {version}, seed {referee.seed}, {referee.device}",
+        [case for case in cases if only in case.id],
+    )
+    if only and not cases:
+        raise typer.BadParameter(f"--only is {only!r}: no case's id contains it. An id is like {Case().id}.")
     journal = None if out is None else Journal(out / "journal.jsonl", run)
     known = {case: outcome for case in cases if journal and (outcome := journal.get(case.id, Outcome))}
     open_cases = [case for case in cases if case not in known]
@@ -147,6 +153,6 @@ def judge_cases(referee: Referee, seconds: float, only: str, out: Path | None) -
             path = write_reproduction(out / "reproductions", referee.target, title, outcome.case, shards)
             notes.append(f"reproduction: {path}")
     notes.append(", ".join(f"{count} {status}" for status, count in Counter(x.status for x in verdicts).items()))
-    failed = [outcome.sentence() for outcome in failures]
+    failed = [outcome.sentence() for outcome in failures] or ["no case was run"] * (not verdicts)
     result = Result("conformance", UNITS, [outcome.as_row() for outcome in outcomes], failed, notes)
     return result, "\n".join([count_outcomes_by_axis(outcomes), *notes, *(f"FAILED: {text}" for text in failed)])

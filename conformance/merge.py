@@ -6,14 +6,19 @@ merged. A row that sees no key has ``out = 0`` and ``lse = -inf``.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..bench.common.result import Result
-from .causes import BLIND, NO_CAUSE, NOT_FINITE, weigh_parts, wrong_merges
+from .cases import Case
+from .causes import NO_CAUSE, find_output_cause, weigh_parts, wrong_merges
+from .evidence import Evidence
 from .protocol import Target
+from .standalone import MisuseError
 
 if TYPE_CHECKING:
     from .referee import Referee
@@ -40,8 +45,19 @@ def build_parts(kind: str, seed: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def merge_parts(target: Target, rank: int, kind: str, seed: int) -> list[Tensor]:
-    """Call the target on one rank."""
-    return [*target.adapter.attend(*build_parts(kind, seed))]
+    """Call the target on one rank.
+
+    Raises:
+        MisuseError: If it does not return ``(out, lse)`` with the shapes of a part, or if it changes the parts.
+    """
+    (outs, lses), (old_outs, old_lses) = (build_parts(kind, seed) for _ in range(2))
+    merged = target.adapter.attend(outs, lses)
+    shapes = [[*getattr(x, "shape", ())] for x in merged] if isinstance(merged, Sequence) else type(merged).__name__
+    if shapes != [[*old_outs[0].shape], [*old_lses[0].shape]]:
+        raise MisuseError(f"merge returned {shapes}: it must return (out, lse) with the shapes of a part")
+    if not all(map(torch.equal, (*outs, *lses), (*old_outs, *old_lses))):
+        raise MisuseError("merge changed its parts")
+    return [*merged]
 
 
 def judge_merge(referee: Referee) -> Result:
@@ -49,7 +65,8 @@ def judge_merge(referee: Referee) -> Result:
     result = Result("conformance --merge", UNITS)
     for kind in KINDS:
         reply = referee.request(1, merge_parts, kind, referee.seed)
-        status, cause, error, message = "raises" if reply.status == "error" else reply.status, "", None, reply.text
+        failure = "misuse" if reply.error == "MisuseError" else "raises" if reply.error else reply.status
+        status, cause, error, message = failure, "", None, reply.text
         if reply.status == "ok":
             cause, error = _judge_parts(*build_parts(kind, referee.seed), *reply.values[0])
             status = "wrong" if error > 1 else "right"
@@ -60,17 +77,14 @@ def judge_merge(referee: Referee) -> Result:
 
 def _judge_parts(outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> tuple[str, float]:
     """Return the cause of a wrong merge, and the largest error as a multiple of its limit."""
-    stacked = torch.stack(lses).double()
+    parts, stacked = torch.stack(outs).double(), torch.stack(lses).double()
     pivot, total = stacked.amax(0).nan_to_num(neginf=0.0), stacked.logsumexp(0)
-    exact = weigh_parts(torch.stack(outs).double(), (stacked - pivot).exp())
+    mean = weigh_parts(parts, (stacked - pivot).exp())
     # A weight is the exponential of a rounded lse, so it is off by as much as the lse.
     rounding = 4 * len(outs) * 2.0**-23 * max(1.0, float(pivot.abs().max()))
-    limit = (rounding + torch.finfo(outs[0].dtype).eps) * max(1.0, float(exact.abs().max()))
-    errors = (out - exact).abs() / limit, torch.where(lse == total, 0.0, (lse - total).abs()) / rounding
-    error = max(float(x.nan_to_num(nan=torch.inf).max()) for x in errors)
-    if error <= 1:
-        return "", error
-    wrong = wrong_merges(torch.stack(outs).double(), stacked)
-    causes = (cause for cause, other in wrong if (out - other).abs().max() <= limit)
-    blind = BLIND if (total == -torch.inf).any() else "" if out.isfinite().all() else NOT_FINITE
-    return blind or next(causes, NO_CAUSE), error
+    limits = {"out": (rounding + torch.finfo(outs[0].dtype).eps) * max(1.0, float(mean.abs().max())), "lse": rounding}
+    exact = {"out": mean, "lse": total, "blind": total == -math.inf}
+    evidence = Evidence(Case(), {}, {"out": out, "lse": lse}, (), exact, limits, torch.ones(()), "")
+    cause = find_output_cause(evidence, wrong_merges(parts, stacked)) or NO_CAUSE
+    error = max(evidence.errors.values())
+    return cause if error > 1 else "", error

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..bench.common.result import Result
-from .causes import DOCUMENT, FUTURE
+from .causes import DOCUMENT, EQUAL_ROWS, FUTURE
 from .protocol import Target
 
 if TYPE_CHECKING:
@@ -33,14 +34,15 @@ def run_model(target: Target, rank: int, seed: int) -> dict[str, Any]:
     """Run the model on one rank; return positions, logits with and without documents, and loss and gradients."""
     torch.manual_seed(seed)
     model = target.adapter.attend()
-    tokens = torch.randint(0, VOCABULARY, (1, TOKENS)).repeat(1 + len(CHANGED), 1)
+    tokens = torch.randint(0, VOCABULARY, (1, TOKENS)).repeat(2 + len(CHANGED), 1)
     rows = torch.arange(1, 1 + len(CHANGED)), torch.tensor(CHANGED)
     tokens[rows] = (tokens[rows] + 1) % VOCABULARY
     has_documents = "cu_seqlens" in inspect.signature(model.forward).parameters
 
     def logits(tokens: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         result = model(tokens, **options)
-        return result if isinstance(result, tuple) else (result, torch.arange(tokens.shape[1]))
+        result = getattr(result, "logits", result)
+        return (result[0], result[1]) if isinstance(result, tuple | list) else (result, torch.arange(tokens.shape[1]))
 
     with torch.no_grad():
         whole, positions = logits(tokens)
@@ -65,6 +67,8 @@ def judge_model(referee: Referee) -> Result:
         if reply.status != "ok":
             texts["run"] = f"{reply.status} {reply.error} {reply.text}"
         else:
+            if {*torch.cat([part["positions"] for part in reply.values]).tolist()} != {*range(TOKENS)}:
+                texts["positions"] = "those of all ranks do not hold every token"
             texts["causality"] = _leaks(reply.values, "logits", (0, TOKENS), FUTURE)
             if reply.values[0]["packed"] is not None:
                 texts["documents"] = _leaks(reply.values, "packed", EDGES, DOCUMENT)
@@ -84,7 +88,9 @@ def _leaks(ranks: list[dict[str, Any]], name: str, edges: tuple[int, ...], cause
     for rank, part in enumerate(ranks):
         logits, at = part[name].double(), part["positions"]
         influence = (logits[1:] - logits[:1]).abs().amax(-1) > THRESHOLD * logits.abs().max()
-        for row, token in zip(influence, CHANGED, strict=True):
+        if influence[-1].any():
+            return f"{EQUAL_ROWS}: rank {rank}, token {int(at[influence[-1]][0])}"
+        for row, token in zip(influence, CHANGED, strict=False):
             wrong = row & ((at < token) | (documents[at] != documents[token]))
             if wrong.any():
                 return f"{cause}: token {token} moves token {int(at[wrong][0])} of rank {rank}"
@@ -96,8 +102,10 @@ def _leaks(ranks: list[dict[str, Any]], name: str, edges: tuple[int, ...], cause
 def _compare_with_one_rank(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, str]:
     """Return what differs from one rank: logits, loss and gradients, of which a sum or a mean over ranks is right."""
     world, largest, tolerance = len(ranks), alone["logits"].abs().max().item(), 10 * THRESHOLD
-    off = max((part["logits"] - alone["logits"][:, part["positions"]]).abs().max().item() for part in ranks)
-    texts = {"logits": f"off by {off:.3g} of {largest:.3g}" if off > tolerance * largest else ""}
+    off = max(
+        (part["logits"] - alone["logits"][:, part["positions"]]).abs().nan_to_num(nan=math.inf).max() for part in ranks
+    )
+    texts = {"logits": f"off by {off:.3g} of {largest:.3g}" if not off <= tolerance * largest else ""}
     grad, size = torch.stack([part["grad"] for part in ranks]).sum(0), alone["grad"].norm()
     ratios = {"loss": sum(part["loss"] for part in ranks) / alone["loss"], "gradient norm": float(grad.norm() / size)}
     for name, ratio in ratios.items():
@@ -105,5 +113,5 @@ def _compare_with_one_rank(ranks: list[dict[str, Any]], alone: dict[str, Any]) -
         texts[name] = "" if fits else f"summed over the ranks {ratio:.4g} times that of one rank; 1 or {world} is right"
     cosine = float(grad @ alone["grad"] / (grad.norm() * size).clamp(min=1e-300))
     return texts | {
-        "gradient direction": f"cosine {cosine:.5f} with that of one rank" if cosine < 1 - tolerance else ""
+        "gradient direction": f"cosine {cosine:.5f} with that of one rank" if not cosine >= 1 - tolerance else ""
     }

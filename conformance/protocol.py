@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,11 +73,16 @@ class TargetCall:
         tokens, positions: tokens of the whole sequence, and the positions of this rank's tokens.
         layout: ``contiguous``, ``zigzag``, ``striped`` or ``uneven`` (contiguous shards of unequal lengths).
         features: the keys of :data:`HINTS` that the call uses.
-        window_size: keys visible left and right of the query; -1 for no limit.
+        window_size: keys visible left and right of the query; -1 for no limit. All masks apply together. A query that
+            sees no key has ``out = 0`` and ``lse = -inf``.
         prefix_length: number of first positions that a causal mask shows to every query.
         cu_seqlens: boundaries of packed documents in the whole sequence, the same for every batch row.
         seqused_k: valid keys of each batch row; the rest are padding.
-        needs_lse: True if the target must return ``(out, lse)``.
+        softmax_scale: factor of the scores; None for ``D ** -0.5``.
+        softcap, alibi_slopes: if given, ``softcap * tanh(score / softcap)``, then minus ``slope[h] * |query - key|``.
+        sink: one more score of every row, ``[H]``. It needs the gradient of this rank's rows, not summed over ranks.
+        dropout_p, dropout_seed: weights to drop, by a rule that does not depend on the number of ranks.
+        needs_lse: True if the target must return ``(out, lse)``; dropout does not change ``lse``.
     """
 
     rank: int
@@ -110,7 +117,7 @@ class Adapter(Protocol):
     - ``features``: the keys of :data:`HINTS` that it says it supports; default: all.
     - ``supports(call)``: the reason why a call is outside what it says it supports, or an empty text.
     - ``positions(call)``: positions of the tokens of ``call.rank``; default: those of ``call.layout``.
-    - ``version``: what is tested.
+    - ``version``: what is tested. An earlier run is continued only if it is the same.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: TargetCall) -> Tensor | tuple[Tensor, Tensor]:
@@ -140,12 +147,15 @@ class Target:
 
     adapter: Any
     device: Any = "cpu"
+    file: str | None = None
+    """File of its module."""
 
     @property
     def version(self) -> str:
-        """The adapter's ``version``, which may be a function."""
-        version = getattr(self.adapter, "version", "")
-        return str(version() if callable(version) else version)
+        """The adapter's ``version``, which may be a function; without one, a checksum of its file."""
+        if hasattr(self.adapter, "version"):
+            return str(self.adapter.version() if callable(self.adapter.version) else self.adapter.version)
+        return f"source {zlib.crc32(Path(self.file).read_bytes()):08x}" if self.file else ""
 
     def refusal(self, case: Case) -> str:
         """Return why a case is outside what the target says it supports, or an empty text."""
@@ -154,12 +164,19 @@ class Target:
         return str(self.adapter.supports(case.call()) or "") if hasattr(self.adapter, "supports") else ""
 
     def positions(self, call: TargetCall) -> Tensor:
-        """Return the positions of the tokens of ``call.rank``."""
+        """Return the positions of the tokens of ``call.rank``.
+
+        Raises:
+            MisuseError: If they are not in a row, or not below ``call.tokens``.
+        """
         import torch
 
-        from .standalone import default_positions
+        from .standalone import MisuseError, default_positions
 
-        return torch.as_tensor(getattr(self.adapter, "positions", default_positions)(call)).long()
+        positions = torch.as_tensor(getattr(self.adapter, "positions", default_positions)(call)).long()
+        if positions.dim() != 1 or not ((positions >= 0) & (positions < call.tokens)).all():
+            raise MisuseError(f"positions of rank {call.rank} are not one row of numbers from 0 to {call.tokens - 1}")
+        return positions
 
 
 def load_target(target: str) -> Target:
@@ -173,12 +190,12 @@ def load_target(target: str) -> Target:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        adapter: Any = import_module(module)
-        adapter = getattr(adapter, name) if name else adapter
+        imported = import_module(module)
+        adapter: Any = getattr(imported, name) if name else imported
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"TARGET is {target!r}: it cannot be imported: {type(error).__name__}: {error}") from None
     if not hasattr(adapter, "attend"):
         if isinstance(adapter, ModuleType) or not callable(adapter):
             raise ValueError(f"TARGET is {target!r}: {path} has no function attend and is no function.")
         adapter = SimpleNamespace(attend=adapter)
-    return Target(adapter)
+    return Target(adapter, file=imported.__file__)

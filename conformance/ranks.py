@@ -142,6 +142,18 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
+def _side_effects(forks: set[str]) -> str:
+    """Return ``forks`` and which of torch's defaults the target changed, as one text; undo these changes."""
+    is_changed = {
+        "dtype": torch.get_default_dtype() != torch.float32, "device": torch.get_default_device().type != "cpu",
+        "grad mode": not torch.is_grad_enabled(),
+    }  # fmt: skip
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    return "; ".join([*forks, *(f"it changes the default {name}" for name in is_changed if is_changed[name])])
+
+
 def serve(place: LaunchedRank, port: int, pipe: Connection, log: Path, path: str, kind: str) -> None:
     """Join the process group and answer requests, ``(work, *arguments)``, by pickled replies until the pipe closes.
 
@@ -171,11 +183,13 @@ def serve(place: LaunchedRank, port: int, pipe: Connection, log: Path, path: str
         try:
             target = target or replace(load_target(path), device=device)
             value = work(target, place.rank, *arguments)
-            answer = pickle.dumps(Reply("ok", [value], notes="".join(forks)))
+            answer = pickle.dumps(Reply("ok", [value], notes=_side_effects(forks)))
         except BaseException as error:  # SystemExit of a target, too
-            answer = pickle.dumps(Reply("error", [], type(error).__name__, str(error), "".join(forks)))
+            text = str(error).encode(errors="replace").decode()
+            answer = pickle.dumps(Reply("error", [], type(error).__name__, text, _side_effects(forks)))
         if os.getpid() != own:
             os._exit(0)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(ValueError):  # the target may have closed them
+            sys.stdout.flush()
+            sys.stderr.flush()
         pipe.send_bytes(answer)

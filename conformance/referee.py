@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from .cases import Case, select_cases
-from .causes import DROPOUT_RATE, DROPOUT_WORLD, ROUNDING, Runner, find_cause
+from .causes import DROPOUT_RATE, DROPOUT_WORLD, NO_CAUSE, ROUNDING, Runner, find_cause
 from .evidence import Evidence, collect_evidence, run_case
 from .protocol import AXES, HINTS, Target, resolve_path
 from .ranks import Ranks, Reply
@@ -59,9 +59,11 @@ def judge(case: Case, run: Runner) -> Outcome:
     worst = max(evidence.errors, key=lambda name: evidence.errors[name])
     outcome = Outcome(case, RIGHT, error=evidence.errors[worst], notes="; ".join(filter(None, (*changes, reply.notes))))
     if evidence.wrong_rate:
-        return replace(outcome, status=WRONG, cause=f"{DROPOUT_RATE}: {evidence.wrong_rate}", error=None)
+        return replace(outcome, status=WRONG, cause=explain(evidence, run), error=None)
     if evidence.errors[worst] > 1:
-        return replace(outcome, status=WRONG, cause=explain(evidence, run), where=evidence.locate(worst))
+        cause = explain(evidence, run)
+        cause = changes[0] if cause == NO_CAUSE and changes else cause
+        return replace(outcome, status=WRONG, cause=cause, where=evidence.locate(worst))
     if changes:
         return replace(outcome, status=WRONG, cause=changes[0])
     return _compare_dropout(outcome, evidence, run) if case.scores == "dropout" and case.world > 1 else outcome
@@ -73,7 +75,13 @@ def _judge_failure(case: Case, reply: Reply) -> Outcome:
         status = MISUSE
     elif reply.error:
         message = " ".join(f"{reply.error}: {reply.text}".split())[:300]
-        hints = {hint for feature in case.features for hint in HINTS[feature]} | {"rank", "world"}
+        hints = {hint for feature in case.features for hint in HINTS[feature]} | {
+            "rank",
+            "world",
+            "parallel",
+            "head",
+            "length",
+        }
         if reply.error in ("ValueError", "NotImplementedError") and any(hint in message.lower() for hint in hints):
             status = REFUSED
     return Outcome(case, status, message=message, notes=reply.notes)
@@ -91,14 +99,19 @@ def _compare_dropout(outcome: Outcome, evidence: Evidence, run: Runner) -> Outco
 
 
 def explain(evidence: Evidence, run: Runner) -> str:
-    """Return the cause of a wrong result; a case in 16 bit is first repeated in float32."""
-    exact = replace(evidence.case, dtype="float32")
-    repeated = None if evidence.case == exact else run(exact)
-    if repeated is not None and repeated.status == "ok":
-        evidence = collect_evidence(exact, repeated.values)
-        if not any(map(evidence.is_wrong, evidence.errors)):
-            return f"{ROUNDING}: the same case is right in float32"
-    return find_cause(evidence, run)
+    """Return the cause of a wrong result; a case in 16 bit or with dropout is first repeated without."""
+    case = evidence.case
+    simple = replace(case, dtype="float32", scores="plain" if case.scores == "dropout" else case.scores)
+    reply = run(simple) if simple != case else None
+    if reply is not None and reply.status == "ok":
+        repeated = collect_evidence(simple, reply.values)
+        if any(map(repeated.is_wrong, repeated.errors)):
+            return find_cause(repeated, run)
+    if evidence.wrong_rate:
+        return f"{DROPOUT_RATE}: {evidence.wrong_rate}"
+    cause = find_cause(evidence, run)
+    is_rounding = cause == NO_CAUSE and case.dtype != "float32"
+    return f"{ROUNDING}: the same case is right in float32" if is_rounding else cause
 
 
 class Referee:
@@ -108,8 +121,10 @@ class Referee:
         self, target: str, *, worlds: Sequence[int] = (1, 2, 3, 4, 5, 6), seed: int = 0, deadline: float = 30.0,
         device: str = "cpu",
     ) -> None:  # fmt: skip
+        if min(worlds) < 1:
+            raise ValueError(f"worlds has {min(worlds)}: a number of ranks is at least 1.")
         self.target, self.worlds, self.seed, self.deadline = target, worlds, seed, deadline
-        self._device, self._ranks = device, dict[int, Ranks]()
+        self.device, self._ranks = device, dict[int, Ranks]()
 
     def run(self, case: Case) -> Reply:
         """Run a case on all its ranks."""
@@ -118,7 +133,7 @@ class Referee:
     def request(self, world: int, work: Callable[..., Any], *arguments: Any) -> Reply:
         """Call ``work(target, rank, *arguments)`` on every rank of a world."""
         if world not in self._ranks:
-            self._ranks[world] = Ranks(world, resolve_path(self.target), self._device)
+            self._ranks[world] = Ranks(world, resolve_path(self.target), self.device)
         return self._ranks[world].run(work, *arguments, deadline=self.deadline)
 
     def describe(self) -> tuple[str, list[Case], dict[Case, str]]:
@@ -162,6 +177,8 @@ class Referee:
 
 
 def _describe(target: Target, rank: int, worlds: Sequence[int], seed: int) -> tuple[str, list[Case], dict[Case, str]]:
+    if unknown := {*getattr(target.adapter, "features", ())} - {*HINTS}:
+        raise ValueError(f"its features have {sorted(unknown)}, which are not among {', '.join(HINTS)}")
     return target.version, *select_cases(target.refusal, worlds, seed)
 
 

@@ -138,12 +138,12 @@ def run_target(attend: Callable[..., Any], whole: Results, call: Any, device: An
     notes = [f"it changed {name}" for name, x, old in zip("qkvs", leaves, before, strict=False) if not x.equal(old)]
     results = {name: x.detach().clone() for name, x in zip(OUTPUTS, parts, strict=False)}
     if needs_grad:
-        if not parts[0].requires_grad:
-            raise MisuseError("out has no gradient: it is detached from q, k and v")
         outs = parts[: 1 + call.needs_lse]
+        for name in [name for name, x in zip(OUTPUTS, outs, strict=False) if not x.requires_grad]:
+            raise MisuseError(f"{name} has no gradient. Leave `lse` or `gradients` out of its features.")
         grads = [shards[name].to(x.dtype) for name, x in zip(("dout", "dlse"), outs, strict=False)]
         gradients = torch.autograd.grad(outs, leaves, grads, materialize_grads=True)
-        is_changed = not all(map(torch.equal, results.values(), parts))
+        is_changed = not all(x.allclose(y, 0, 0, equal_nan=True) for x, y in zip(results.values(), parts, strict=True))
         notes += ["the backward changed its output"] * is_changed
         results |= zip(GRADIENTS, gradients, strict=False)
     return {name: x.detach().cpu() for name, x in results.items()}, notes

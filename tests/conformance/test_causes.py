@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from ringattn.conformance import causes
 from ringattn.conformance.cases import Case
-from ringattn.conformance.ranks import Ranks
+from ringattn.conformance.evidence import run_case
+from ringattn.conformance.protocol import Target
+from ringattn.conformance.ranks import Ranks, Reply
 from ringattn.conformance.referee import RIGHT, WRONG, Outcome, judge
+from ringattn.conformance.standalone import MisuseError
 
 from ..support import broken_rings
 from ..support.broken_rings import DEFECTS, run_defect
@@ -41,3 +49,60 @@ def test_every_defect_is_named(defect: str, ranks: dict[int, Ranks]) -> None:
     assert outcome.status == WRONG and outcome.cause.startswith(DEFECTS[defect]), outcome.sentence()
     assert (outcome.where and outcome.error and outcome.error > 1) or defect == "dropout"
     assert verdict(ranks, "none", case).status == RIGHT
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    y = x * 1
+    y.register_hook(lambda grad: grad * factor)
+    return y
+
+
+def attend(q: Any, k: Any, v: Any, call: Any, defect: str = "none") -> Any:
+    return broken_rings.attend(defect, q, k, v, call)
+
+
+MISTAKES: list[tuple[str, Case, Callable[..., Any]]] = [
+    (causes.EQUAL_ROWS, Case(), lambda q, k, v, call: attend(q, k, v, call)[0] + torch.rand(q.shape)),
+    (f"{causes.NOT_FINITE}: dk", Case(), lambda q, k, v, call: attend(q, scale_gradient(k, torch.nan), v, call)),
+    ("dk is 1.001 dk", Case(), lambda q, k, v, call: attend(q, scale_gradient(k, 1.001), v, call)),
+    (
+        causes.LSE_GRADIENT,
+        Case(gradients="out and lse"),
+        lambda q, k, v, call: (attend(q, k, v, call)[0], scale_gradient(attend(q, k, v, call)[1], 0.0)),
+    ),
+    (
+        causes.DROPOUT_SCALE,
+        Case(scores="dropout"),
+        lambda q, k, v, call: attend(q, k, v, call)[0] * (1 - call.dropout_p),
+    ),
+    (causes.HEADS, Case(scores="dropout"), lambda q, k, v, call: attend(q, k, v, call, "heads")),
+    (
+        causes.FUTURE,
+        Case(dtype="bfloat16"),
+        lambda q, k, v, call: attend(q, k, v, replace(call, causal=call.dtype == torch.float32)),
+    ),
+    (
+        causes.PADDING,
+        Case("padding", "ragged", gradients="out and lse"),
+        lambda q, k, v, call: attend(q, k, v, replace(call, seqused_k=None)),
+    ),
+    (
+        "lse has no gradient",
+        Case(gradients="out and lse"),
+        lambda q, k, v, call: (attend(q, k, v, call)[0], attend(q, k, v, call)[1].detach()),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cause", "case", "mistake"), MISTAKES, ids=[cause for cause, _, _ in MISTAKES])
+def test_a_mistake_on_one_rank_is_named(cause: str, case: Case, mistake: Callable[..., Any]) -> None:
+    case, target = replace(case, world=1), Target(SimpleNamespace(attend=mistake))
+
+    def run(case: Case) -> Reply:
+        try:
+            return Reply("ok", [run_case(target, 0, case)])
+        except MisuseError as error:
+            return Reply("error", [], "MisuseError", str(error))
+
+    outcome = judge(case, run)
+    assert outcome.status != RIGHT and cause in outcome.cause + outcome.message, outcome.sentence()

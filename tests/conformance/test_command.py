@@ -50,6 +50,7 @@ def test_refused_arguments() -> None:
     for arguments, text in (
         ([], "Name one of"), (["a", "--model", "b"], "Name one of"), (["no.such"], "be imported"),
         (["--merge", "a:b", "--only", "c"], "--only cannot be used with --merge"),
+        ([f"{BAD}:attend", "--world", "1", "--only", "nowhere"], "--only is 'nowhere'"),
     ):  # fmt: skip
         ran = CliRunner().invoke(cli.app, ["conformance", *arguments])
         assert ran.exit_code == 2 and text in ran.output

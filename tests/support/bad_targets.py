@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -64,12 +65,24 @@ def exits(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
     raise SystemExit(0)
 
 
+def changes_defaults(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    return attend(q, k, v, call).float()
+
+
+def closes_output(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
+    sys.stdout.close()
+    return attend(q, k, v, call)
+
+
 def returns_nothing(q: Tensor, k: Tensor, v: Tensor, call: Any) -> None:
     return None
 
 
 features = {"causal", "full", "contiguous", "float32", "gradients", "grouped heads"}
 overlaps = SimpleNamespace(attend=attend, positions=lambda call: torch.arange(call.tokens // call.world))
+beyond = SimpleNamespace(attend=attend, positions=lambda call: default_positions(call) + 1)
+misspelt = SimpleNamespace(attend=attend, features={"windows"})
 shifted = SimpleNamespace(attend=lambda q, k, v, call: attend(q, k, v, call)[:, 1:], positions=default_positions)
 
 
@@ -114,6 +127,18 @@ def build_leaky() -> Decoder:
 
 def build_mixed() -> Decoder:
     return Decoder(ignores_documents=True)
+
+
+class Noisy(Decoder):
+    """A model with dropout that is on, which returns its logits as Hugging Face does."""
+
+    def forward(self, tokens: Tensor, cu_seqlens: Any = None) -> Any:
+        out, at = super().forward(tokens, cu_seqlens)
+        return SimpleNamespace(logits=(torch.nn.functional.dropout(out), at))
+
+
+def build_noisy() -> Decoder:
+    return Noisy()
 
 
 def build_scaled() -> Decoder:
