@@ -639,6 +639,8 @@ def test_direction_slots_and_topology_of_the_ring_reach_the_plan() -> None:
     def on_rank(group: LocalGroup) -> None:
         rank, order = group.rank(), Topology(((0, 2, 1),))
         before, after = (rank - 1) % 3, (rank + 1) % 3
+        with pytest.raises(ValueError, match="slots is 1: a ring of 3 ranks needs at least 2"):
+            Ring(group, slots=1)
         assert visits(group) == ([rank, before, after], 3)
         assert visits(group, direction=-1, slots=2) == ([rank, after, before], 2)
         assert visits(group, topology=order) == ([rank, after, before], 3)

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,22 @@ def test_slots_of_a_failed_call_are_freed_after_its_transfers(then: str, monkeyp
 
     with LocalWorld(3, timeout=60) as world:
         world.run(calls)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_error_beside_calls_aborts_the_transports_of_a_ring(fails: bool) -> None:
+    layout, whole = Layout.contiguous(8, 2), inputs(8)
+
+    def on_rank(group: LocalGroup) -> list[str]:
+        reasons = list[str]()
+        with suppress(LookupError), Ring(group) as ring:
+            ring_attention(*shards(layout, whole, group), layout=layout, ring=ring)
+            ring._opened[0].abort = reasons.append  # type: ignore[method-assign]
+            if fails:
+                raise LookupError("mine")
+        return reasons
+
+    assert [["mine" in reason for reason in reasons] for reasons in run_ranks(2, on_rank)] == [[True] * fails] * 2
 
 
 def test_seeds_are_drawn_from_rank_0s_generator() -> None:

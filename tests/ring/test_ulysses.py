@@ -342,6 +342,7 @@ def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
         leaves = qkv(group)
         out = attend(mesh, *leaves, ring=second)
         exchange = resolve_mesh_rings(lines, cpu, second).ulysses
+        assert {*second._rings.watches} == {second._watch, exchange._watch}  # they fail together
         first.close()  # not the ring with the latest deadline
         assert default_ring(mesh.ring, cpu).deadline == 70.0
         second.close()
