@@ -100,6 +100,12 @@ def test_plan_of_runs_matches_the_visible_pairs(data: st.DataObject, layout: Lay
     assert call.edges == tuple(tuple(sorted(pairs)) for pairs in edges)
 
 
+def test_slots_hold_the_longest_run() -> None:
+    # a cut at a multiple of 128 tokens makes the first of two runs longer
+    cut = plan(Layout.contiguous(800, 2), Mask(), 0, 1, CPU, runs=2)
+    assert [run.max_shard_keys for run in cut.runs] == [256, 144] and cut.max_shard_keys == 256
+
+
 def test_slots_do_not_grow_with_the_world() -> None:
     for world in (2, 4, 8):
         for layout in (Layout.contiguous(64, world), Layout.zigzag(64, world)):
