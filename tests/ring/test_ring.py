@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention, unshard
-from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
+from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message, TransportError
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
 from ringattn.conformance.cases import pairwise_cases
@@ -274,6 +275,14 @@ def test_an_error_beside_calls_aborts_the_transports_of_a_ring(fails: bool) -> N
         return reasons
 
     assert [["mine" in reason for reason in reasons] for reasons in run_ranks(2, on_rank)] == [[True] * fails] * 2
+
+
+def test_a_value_that_does_not_arrive_raises_the_failure_of_the_ring() -> None:
+    ring = Mock(size=2)
+    ring._values.gather.side_effect = TransportError("no answer")
+    ring._watch.report_failure = lambda error: LookupError(f"rank 1 failed: {error}")
+    with pytest.raises(LookupError, match="rank 1 failed: no answer"):
+        Ring._gather(ring, 0, "a value")
 
 
 def test_seeds_are_drawn_from_rank_0s_generator() -> None:

@@ -81,6 +81,11 @@ def test_bad_arguments_of_shard_and_unshard_are_refused() -> None:
         for call, arguments, message in calls:
             with pytest.raises(ValueError, match=message):
                 call(WHOLE, group=group, **arguments)
+        # Wait for all ranks even if the call is expected, because no transfer would reveal a difference.
+        for _ in range(3):
+            shard(WHOLE, layout="contiguous", group=group)
+        with pytest.raises(ValueError, match=r"tokens differs between ranks \(rank 0: 10, rank 1: 8"):
+            shard(WHOLE[:, 2 * group.rank() :], layout="contiguous", group=group)
 
     run_ranks(2, check)
 
