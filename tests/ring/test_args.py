@@ -646,6 +646,8 @@ def test_direction_slots_and_topology_of_the_ring_reach_the_plan() -> None:
         assert visits(group, topology=order) == ([rank, after, before], 3)
 
     run_ranks(3, on_rank)
+    # nodes of two ranks, which exchange their K/V at once
+    assert run_ranks(4, lambda group: Ring(group, topology=Topology.grid(2, 2), slots=1).slots) == [1] * 4
 
 
 def test_a_closed_ring_is_refused() -> None:

@@ -124,6 +124,15 @@ def test_slots_do_not_grow_with_the_world() -> None:
     assert plan_of(Topology.grid(2, 4), early, rank=6).dkv_slots == 5
 
 
+def test_a_plan_lists_its_device_tensors() -> None:
+    """Streams wait for these tensors before they read a cached plan."""
+    made = plan(Layout.contiguous(40, 2), Mask(True, (4, 0), used=(30, 10)), 0, 1, CPU)
+    bounds = [part.bounds for hop in made.hop_masks for part in hop]
+    tensors = [made.send_index, *(x for each in bounds for x in (each.lo, each.hi, each.seqused_k))]
+    assert made.send_index is not None and any(each.seqused_k is not None for each in bounds)
+    assert {*map(id, tensors)} == {*map(id, made.device_tensors())}
+
+
 def test_plans_are_cached() -> None:
     layout = Layout.zigzag(16, 2)
     first = plan(layout, CAUSAL, 0, 1, CPU)

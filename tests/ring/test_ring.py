@@ -300,6 +300,16 @@ def test_seeds_are_drawn_from_rank_0s_generator() -> None:
     assert not torch.equal(first, other)
 
 
+def test_a_gradient_of_lse_may_have_any_strides() -> None:
+    leaves, sink = [torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3)], torch.zeros(2)
+    lse = ring_attention(*leaves, return_lse=True, backend="triton", learnable_sink=sink)[1]
+    expanded, contiguous = (
+        torch.autograd.grad(lse, leaves, ones, retain_graph=True)
+        for ones in (torch.ones(()).expand_as(lse), torch.ones_like(lse))
+    )
+    assert all(map(torch.equal, expanded, contiguous))
+
+
 def test_slopes_modified_before_the_backward_raise() -> None:
     slopes = torch.tensor([0.5])
     x = torch.randn(1, 8, 1, 16, requires_grad=True)

@@ -182,7 +182,7 @@ def test_combined_features_in_the_kernels(call: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "ring"),
     pairwise_cases(
-        ["causal documents", "longformer", "causal padding", "all scores"],
+        ["all scores", "causal documents", "longformer", "causal padding"],
         [{"chunks": 2}, {"topology": Topology.grid(2, 2)}, {"direction": -1, "prefetch": 0}],
     )[::2],
 )
