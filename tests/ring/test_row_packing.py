@@ -132,7 +132,7 @@ def test_left_padded_prompts_with_a_cache() -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_dropout_uses_positions_of_the_packed_sequence(world: int) -> None:
     """Results equal those of a sequence packed by hand, for any number of ranks."""
-    call: dict[str, Any] = {"causal": True, "dropout_p": 0.4, "dropout_seed": 2**63 + 5}
+    call: dict[str, Any] = {"causal": True, "dropout_p": 0.4, "dropout_seed": 2**63}
     whole = inputs(TOKENS, batch=BATCH)
     ours, _ = run_ring_case(RingCase(Layout.zigzag(TOKENS, world), whole, call | HIDING["documents"] | HIDING["holes"]))
     ends = [row * TOKENS + end for row, own in enumerate(HIDING["documents"]["cu_seqlens"]) for end in own[1:]]

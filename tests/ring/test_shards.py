@@ -42,7 +42,10 @@ def test_unshard_undoes_shard(layout: Layout, dim: int) -> None:
     def check(group: LocalGroup) -> None:
         own = shard(whole, layout=layout, group=group, dim=dim)
         assert torch.equal(own, whole.index_select(dim, positions(10, layout=layout, group=group)))
-        assert torch.equal(unshard(own, layout=layout, group=group, dim=dim, grad="slice"), whole)
+        joined = unshard(own.requires_grad_(), layout=layout, group=group, dim=dim, grad="sum")
+        assert torch.equal(joined, whole)
+        (gradient,) = torch.autograd.grad(joined, own, whole)
+        torch.testing.assert_close(gradient, group.size() * own)
 
     run_ranks(layout.world, check)
 
