@@ -11,15 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ringattn.conformance import protocol
-from ringattn.conformance.cases import Case, pairwise_cases, select_cases
+from ringattn.conformance.cases import DROPOUT, Case, pairwise_cases, select_cases
 from ringattn.conformance.causes import BASE_2_MERGE, DOCUMENT, FUTURE
 from ringattn.conformance.merge import judge_merge
 from ringattn.conformance.model import judge_model
+from ringattn.conformance.oracle import attend_plainly
 from ringattn.conformance.protocol import AXES, Target
 from ringattn.conformance.ranks import Ranks, Reply
-from ringattn.conformance.referee import Outcome, Referee, VerdictJournal, judge
+from ringattn.conformance.referee import Outcome, Referee, VerdictJournal, find_dropout, judge
 from ringattn.conformance.worker import run_case
 
 from ..support import bad_targets
@@ -140,3 +142,13 @@ def test_merges() -> None:
 def test_models(name: str, text: str) -> None:
     found = failures(name, judge_model, (1, 2))
     assert any(text in failure for failure in found) if text else not found
+
+
+@pytest.mark.parametrize(("share", "is_wrong"), [(0.0, True), (DROPOUT, False), (0.5, True)])
+def test_too_few_and_too_many_dropped_weights_are_wrong(share: float, is_wrong: bool) -> None:
+    case = Case(scores="dropout")
+    whole = case.inputs(0)
+    weights = attend_plainly(whole, case)["weights"]
+    kept = torch.rand(weights.shape, generator=torch.Generator().manual_seed(0)) >= share
+    out = (weights * kept / (1 - share)).transpose(1, 2)
+    assert bool(find_dropout(case, whole, out)[1]) is is_wrong
