@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 
+from ringattn.conformance import causes
 from ringattn.conformance.cases import Case
+from ringattn.conformance.causes import Evidence
+from ringattn.conformance.oracle import compute_expected
 from ringattn.conformance.ranks import Ranks
 from ringattn.conformance.referee import RIGHT, WRONG, Outcome, judge
 
@@ -42,3 +47,31 @@ def test_every_defect_is_named(defect: str, ranks: dict[int, Ranks]) -> None:
     assert outcome.status == WRONG and outcome.cause.startswith(DEFECTS[defect]), outcome.sentence()
     assert (outcome.where and outcome.error and outcome.error > 1) or defect == "dropout"
     assert verdict(ranks, "none", case).status == RIGHT
+
+
+def test_the_first_token_of_padding_is_padding() -> None:
+    case = Case("padding")
+    lengths = case.call(probe=True).seqused_k
+    assert lengths is not None
+    seen = case.visible(seqused_k=lengths[:1]).reshape(case.tokens, case.tokens).clone()
+    seen[-1, lengths[0]] = True
+    whole = case.inputs(0)
+    evidence = Evidence(case, whole, {}, compute_expected(case, whole), [torch.arange(case.tokens)], lambda: seen)
+    assert causes._visibility(evidence).startswith(f"{causes.PADDING} (1 pairs")
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_stale_keys_of_either_direction_are_named(step: int) -> None:
+    case = Case(world=3)
+    whole = case.inputs(0)
+    expected, shards = compute_expected(case, whole), [*torch.arange(case.tokens).chunk(3)]
+    evidence = Evidence(case, whole, dict(expected.exact), expected, shards, lambda: None)
+    evidence.actual["dq"] = causes._stale_dq(evidence, step, 1)
+    assert causes.find_cause(evidence) == causes.STALE
+
+
+def test_each_hop_may_round_once() -> None:
+    case = Case(world=4)
+    alone = replace(case, world=1, length_world=4)
+    limits, alone_limits = (compute_expected(each, each.inputs(0)).limits for each in (case, alone))
+    assert all(limits[name] > limit for name, limit in alone_limits.items())
