@@ -89,6 +89,8 @@ def test_bad_arguments_of_shard_and_unshard_are_refused() -> None:
             shard(WHOLE, layout="contiguous", group=group)
         with pytest.raises(ValueError, match=r"tokens differs between ranks \(rank 0: 10, rank 1: 8"):
             shard(WHOLE[:, 2 * group.rank() :], layout="contiguous", group=group)
+        with pytest.raises(ValueError, match="shape differs between ranks"):
+            unshard(WHOLE[:, :5, group.rank() :], layout="contiguous", group=group, grad="slice")
 
     run_ranks(2, check)
 
