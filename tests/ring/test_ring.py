@@ -269,7 +269,8 @@ def test_an_error_beside_calls_aborts_the_transports_of_a_ring(fails: bool) -> N
         reasons = list[str]()
         with suppress(LookupError), Ring(group) as ring:
             ring_attention(*shards(layout, whole, group), layout=layout, ring=ring)
-            ring._opened[0].abort = reasons.append  # type: ignore[method-assign]
+            transport: Any = ring._opened[0]
+            transport.abort = reasons.append
             if fails:
                 raise LookupError("mine")
         return reasons
