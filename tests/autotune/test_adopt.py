@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from ringattn.ring.local.rectangles import RectangleForward
 from ringattn.tools.doctor import adoption as doctor_adoption
 
 from ..support import own_kernels
+from ..support.kernel_cases import tiles
 from ..support.tune_cases import InlinePool
 
 CPU, NAME, DIM = torch.device("cpu"), "stand-in", 16
@@ -80,8 +82,9 @@ def racy_forward(*inputs: Tensor, causal: bool, scale: float) -> tuple[Tensor, T
     return out + (number == 60), lse
 
 
-def unordered_forward(*inputs: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    calls.append("unordered")
+def unordered_forward(*inputs: Tensor, causal: bool, scale: float, rows: int) -> tuple[Tensor, Tensor]:
+    """Return other last bits in every second call with this number of queries."""
+    calls.extend(["unordered"] * (inputs[0].shape[1] == rows))
     out, lse = own_kernels.forward(*inputs, causal=causal, scale=scale)
     return out * (1 + 2**-23 * (len(calls) % 2)), lse
 
@@ -154,10 +157,10 @@ def test_a_wrong_kernel_fails_with_a_reason(kernel: RectangleAttention, reason: 
     assert all(reason in verdict.reason for verdict in verdicts)
 
 
-def test_changing_last_bits_are_not_repeatable() -> None:
-    assert [(it.passed, it.repeatable) for it in check_candidate(job(stand_in(unordered_forward)))] == [
-        (True, False)
-    ] * 2
+@pytest.mark.parametrize("world", [1, 3])  # the first case, and the last
+def test_changing_last_bits_are_not_repeatable(world: int) -> None:
+    kernel = stand_in(partial(unordered_forward, rows=SIZES.tokens // world))
+    assert [(it.passed, it.repeatable) for it in check_candidate(job(kernel))] == [(True, False)] * 2
 
 
 @pytest.mark.parametrize(
@@ -244,7 +247,7 @@ def attend(needs_grad: bool = True, *, dim: int = DIM, **options: Any) -> bool:
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_auto_uses_what_passed() -> None:
+def test_auto_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     path = save()
     assert path == record_path(GPU) and path.stat().st_mode & 0o777 == 0o600
     assert find_adoption(GPU).record == read_record(path)
@@ -254,6 +257,8 @@ def test_auto_uses_what_passed() -> None:
     assert not attend(causal=True, window_size=(4, 0)), "rectangles were timed with full and causal masks"
     scattered = Layout([[(0, 10), (12, 10), (24, 28)]])
     assert not attend(needs_grad=False, layout=scattered), "many spans make many rectangles"
+    monkeypatch.setitem(registry._DEFAULTS, "cpu", "triton")
+    assert attend() and not attend(config=tiles(32, 32)), "a given config is not replaced"
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -268,12 +273,13 @@ def test_auto_uses_a_phase_only_as_checked() -> None:
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_an_unrepeatable_kernel_is_not_deterministic() -> None:
-    save(*(verdict(phase, repeatable=False) for phase in PHASES))
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_only_a_repeatable_kernel_is_deterministic(repeatable: bool) -> None:
+    save(*(verdict(phase, repeatable=repeatable) for phase in PHASES))
     assert attend()
     torch.use_deterministic_algorithms(True)
     try:
-        assert not attend()
+        assert attend() is repeatable
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -235,6 +235,12 @@ def test_extrapolated_rings_match_the_simulation(call: PredictedCall) -> None:
         assert line.worst == pytest.approx(simulated.worst, abs=1e-9)
 
 
+def test_large_rings_with_a_slow_rank_are_simulated_whole() -> None:
+    call, slow = PredictedCall(64, 34, kv_heads=8), Perturbation({33: 2.0})
+    (line,) = predict_passes(call, H100, LINKS, slow, phases=FORWARD)
+    assert len(line.tracks) == call.world
+
+
 def test_worst_hop_grows_with_contiguous_shards_over_nodes() -> None:
     # Only here the worst hop depends on the size: the last rank's gradients wait for one more node.
     call = PredictedCall(1024, 40, "contiguous", kv_heads=8, nodes=10, two_level=False)

@@ -83,11 +83,14 @@ def test_late_ranks_do_not_expire_transfers_posted_ahead() -> None:
 
 
 def test_deadlines_grow_with_long_hops() -> None:
-    deadlines, slow = after_many(0.01), ManualTransfer()
-    deadlines.add(*post(slow, now=1.0))
+    deadlines, slow, following = after_many(0.01), ManualTransfer(), ManualTransfer()
+    for fence in (slow, following):
+        deadlines.add(*post(fence, now=1.0))
     assert deadlines.poll(51.0) is None
     slow.finish()
     deadlines.poll(51.0)
+    following.finish()
+    deadlines.poll(52.0)  # took 1 s, because it ran after the slow transfer
     assert deadlines.limit(Post(*post(ManualTransfer()))) == LONGEST_FACTOR * 50.0
 
 

@@ -94,6 +94,8 @@ def test_resolve_group_takes_process_groups_and_1d_meshes(gloo: dist.ProcessGrou
     both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "ring"))
     with pytest.raises(ValueError, match=r"a 2D DeviceMesh. .*pass mesh\['ring'\]"):
         resolve_group(both)
+    with pytest.raises(ValueError, match=r"the dimensions \('data', 'ring'\)"):
+        group_rank_size(both)
     assert group_rank_size(both["ring"]) == (0, 1)
     with pytest.raises(ValueError, match="with mesh_dim_names"):
         resolve_group(init_device_mesh("cpu", (1, 1)))

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +171,22 @@ def test_a_refusal_of_a_rank_that_is_gone_is_waited_for(refuses: bool, monkeypat
     verdict = agree(ranks[0], {"heads": 8})
     last.join()
     assert verdict == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
+
+
+def test_the_time_for_a_last_statement_begins_when_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, polls, seconds = preflights(2), itertools.count(), itertools.count()
+
+    def find_dead_peer(missing: object, names: object, timeout: float) -> TransportError | None:
+        poll = next(polls)
+        if poll == 6:
+            ranks[1].refuse_call(ValueError("k has 6 heads"))
+        return TransportError("rank 1 is gone") if poll >= 5 else None
+
+    clock = SimpleNamespace(monotonic=seconds.__next__, sleep=lambda pause: None)
+    monkeypatch.setattr("ringattn.comm.watchdog.preflight.time", clock)
+    monkeypatch.setattr("ringattn.comm.watchdog.preflight.LAST_STATEMENT_SECONDS", 3)
+    monkeypatch.setattr(ranks[0]._control._connection, "find_dead_peer", find_dead_peer)
+    assert agree(ranks[0], {"heads": 8}) == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
 
 
 def test_watchdogs_find_a_refusal_after_other_ranks_went_on() -> None:

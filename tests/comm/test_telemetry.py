@@ -40,6 +40,7 @@ def test_gossip_reaches_all_ranks_in_2_log2_ticks(size: int) -> None:
         known = [mask | known[gossip_peer(rank, size, ticks + skews[rank])] for rank, mask in enumerate(known)]
         ticks += 1
     assert ticks <= 2 * (size - 1).bit_length()
+    assert all(gossip_peer(0, size, tick) for tick in range(20))  # no rank reads its own table
 
 
 def test_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:

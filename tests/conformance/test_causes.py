@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ringattn.conformance import causes
-from ringattn.conformance.cases import Case
-from ringattn.conformance.evidence import run_case
+from ringattn.conformance.cases import DROPOUT, Case
+from ringattn.conformance.evidence import Evidence, collect_evidence, run_case
 from ringattn.conformance.protocol import Target
 from ringattn.conformance.ranks import Ranks, Reply
 from ringattn.conformance.referee import RIGHT, WRONG, Outcome, judge
-from ringattn.conformance.standalone import MisuseError
+from ringattn.conformance.standalone import GRADIENTS, MisuseError, attend_plainly
 
 from ..support import broken_rings
 from ..support.broken_rings import DEFECTS, run_defect
@@ -87,6 +87,11 @@ MISTAKES: list[tuple[str, Case, Callable[..., Any]]] = [
         lambda q, k, v, call: attend(q, k, v, replace(call, seqused_k=None)),
     ),
     (
+        f"{causes.PADDING} (",  # only its first token
+        Case("padding"),
+        lambda q, k, v, call: attend(q, k, v, replace(call, seqused_k=tuple(n + 1 for n in call.seqused_k))),
+    ),
+    (
         "lse has no gradient",
         Case(gradients="out and lse"),
         lambda q, k, v, call: (attend(q, k, v, call)[0], attend(q, k, v, call)[1].detach()),
@@ -106,3 +111,32 @@ def test_a_mistake_on_one_rank_is_named(cause: str, case: Case, mistake: Callabl
 
     outcome = judge(case, run)
     assert outcome.status != RIGHT and cause in outcome.cause + outcome.message, outcome.sentence()
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_stale_keys_of_either_direction_are_named(step: int) -> None:
+    case = Case(world=3)
+    exact = attend_plainly(case.inputs(), case.call())
+    shards, limits = torch.arange(case.tokens).chunk(3), dict.fromkeys(GRADIENTS, 1e-5)
+    actual = {name: exact[name] for name in ("dk", "dv")}
+    evidence = Evidence(case, case.inputs(), actual, shards, exact, limits, torch.ones(()), "")
+    actual["dq"] = causes._compute_stale_dq(evidence, step, 1)
+    assert causes.find_cause(evidence, pytest.fail) == causes.STALE
+
+
+def test_each_hop_may_round_once() -> None:
+    case = Case(world=4)
+    limits = []
+    for each in (case, replace(case, world=1, length_world=4)):
+        results = {"positions": torch.arange(case.tokens), **attend_plainly(each.inputs(), each.call())}
+        limits.append(collect_evidence(each, [results]).limits)
+    assert all(limit > 1.5 * limits[1][name] for name, limit in limits[0].items())
+
+
+@pytest.mark.parametrize(("share", "is_wrong"), [(0.0, True), (DROPOUT, False), (0.5, True)])
+def test_too_few_and_too_many_dropped_weights_are_wrong(share: float, is_wrong: bool) -> None:
+    case = Case(scores="dropout")
+    weights = attend_plainly(case.inputs(), case.call())["weights"]
+    kept = torch.rand(weights.shape, generator=torch.Generator().manual_seed(0)) >= share
+    results = {"positions": torch.arange(case.tokens), "out": (weights * kept / (1 - share)).transpose(1, 2)}
+    assert bool(collect_evidence(case, [results]).wrong_rate) is is_wrong

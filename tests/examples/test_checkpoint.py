@@ -204,6 +204,7 @@ def test_two_ranks_refuse_alike_and_continue_from_the_last(finished: Job, tmp_pa
     for pair, both in zip(places[:-1], refused, strict=True):
         assert [kind for kind, *_ in both] == ["JobError"] * 2, (pair, both)
         assert all("--checkpoint runs" in text for _, text, _ in both), (pair, both)
+    assert "failed on rank 1" in refused[-1][0][1]  # only rank 1 has truncated tensors
     assert [text for _, text, _ in last] == ["", ""]
     after = contents(tmp_path)  # no mark, and no checkpoint was lost or rewritten
     assert before.items() <= after.items() and {path.parent for path in {*after} - {*before}} == {

@@ -249,6 +249,8 @@ def test_basic_extraction_without_degrees_and_strided_tensors() -> None:
         (lambda mesh: ours.LongContextAttentionQKVPacked(group=mesh)(torch.randn(1, 8, 2, 16)), "qkv has shape"),
         (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8), 0, 2, 2, 1, group=mesh), "the mesh: rank 0"),
         (lambda mesh: ours.UlyssesAttention(mesh, use_sync=True), "use_sync is True"),
+        (lambda mesh: ours.UlyssesAttention(mesh, attn_type="sage_fp8"), "attn_type is sage_fp8"),
+        (lambda mesh: ours.LongContextAttentionQKVPacked(attn_type="sage_fp8", group=mesh), "attn_type is sage_fp8"),
         (lambda mesh: ours.UlyssesAttention(mesh, 1, 2), r"are \(1, 2\)"),
         (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(8), 0, 1, group=mesh), r"value has shape \[8\]"),
         (lambda mesh: ours.usp_layout("basic", 8, 0, 1), "rd is 0 and ud is 1"),

@@ -220,6 +220,12 @@ def test_bad_configs_and_tiles_are_refused() -> None:
         refused(Tile, dict(zip(vars(TILE), sides, strict=True)), message)
 
 
+def test_the_interpreter_refuses_bfloat16() -> None:
+    x = torch.zeros(1, 8, 1, 16, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"tensors are torch\.bfloat16 on the CPU"):
+        attention_forward(x, x, x)
+
+
 def test_the_cpu_needs_the_interpreter(tmp_path: Path) -> None:
     """Even an entry that would launch nothing raises."""
     code = """

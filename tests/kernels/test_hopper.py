@@ -7,6 +7,7 @@ on a stand-in for Gluon that interleaves the partitions at random.
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -370,6 +371,10 @@ def test_descriptors_are_cached_per_tensor_and_block() -> None:
     assert described(k, 64) is made and made.base is k and made.block_shape == [1, 64, 1, 64]
     others = [described(k, 128), described(v, 64), described(k, 64, 32)]
     assert [descriptor.block_shape[1::2] for descriptor in others] == [[128, 64], [64, 64], [64, 32]]
+    shapes, x = launch.TensorCache(lambda x: x.shape), torch.empty(3)
+    made, alive = shapes(x), weakref.ref(x)
+    del x
+    assert made == (3,) and alive() is not None  # otherwise another tensor could get its id
     odd: Any = launch.gluon_descriptor(torch.empty(70 * 192).as_strided((1, 70, 2, 64), (3, 192, 64, 1)), 64)
     assert (odd.shape, odd.strides) == ((1, 70, 2, 64), (64, 192, 64, 1))
 

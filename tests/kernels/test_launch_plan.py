@@ -33,7 +33,7 @@ from ringattn.kernels import (
     single_pass,
     tables,
 )
-from ringattn.kernels.config import built_in_config, single_pass_tile
+from ringattn.kernels.config import built_in_config, single_pass_tile, value_columns
 from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.launch_plan import backward_config, resolve_tile, tile_criteria
 from ringattn.kernels.tables import TuningPoint, attach_options
@@ -395,3 +395,7 @@ def test_float32_has_smaller_tiles() -> None:
 def test_dropout_p_must_be_below_one(dropout_p: float) -> None:
     with pytest.raises(ValueError, match="dropout_p"):
         Scores(dropout_p=dropout_p).check(1, 2, torch.device("cpu"))
+
+
+def test_few_query_rows_take_all_columns_of_v() -> None:
+    assert [value_columns(Tile(rows, 32, 4, 1), 512) for rows in (16, 32, 64)] == [512, 512, 256]

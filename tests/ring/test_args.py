@@ -639,11 +639,15 @@ def test_direction_slots_and_topology_of_the_ring_reach_the_plan() -> None:
     def on_rank(group: LocalGroup) -> None:
         rank, order = group.rank(), Topology(((0, 2, 1),))
         before, after = (rank - 1) % 3, (rank + 1) % 3
+        with pytest.raises(ValueError, match="slots is 1: a ring of 3 ranks needs at least 2"):
+            Ring(group, slots=1)
         assert visits(group) == ([rank, before, after], 3)
         assert visits(group, direction=-1, slots=2) == ([rank, after, before], 2)
         assert visits(group, topology=order) == ([rank, after, before], 3)
 
     run_ranks(3, on_rank)
+    # nodes of two ranks, which exchange their K/V at once
+    assert run_ranks(4, lambda group: Ring(group, topology=Topology.grid(2, 2), slots=1).slots) == [1] * 4
 
 
 def test_a_closed_ring_is_refused() -> None:

@@ -129,6 +129,7 @@ def test_backward_of_a_square_computes_little_more_than_its_triangle(
     ours = Results(flipped[0], lse.flip(2) if kind is RegionKind.ANTICAUSAL else lse, *flipped[1:])
     check_results(ours, whole, causal=True, backend="aten")
     assert sum(pairs) <= share * len(q) * rows * rows
+    assert {x.dtype for x in grads} == {torch.float32 if len(pairs) > 1 else dtype}  # several calls are summed
 
 
 class Recorder(TorchDispatchMode):

@@ -232,3 +232,17 @@ def test_backwards_in_another_order_are_refused(
     with LocalWorld(2, timeout=SOON) as world:
         texts = world.run(on_rank)
     assert all("backward of call differs between ranks (rank 0: " in text for text in texts), texts
+
+
+def test_a_gradient_of_lse_on_one_rank_of_a_graph_is_refused_on_both() -> None:
+    """Over a mesh the gradients of both results are exchanged together."""
+
+    def on_rank(group: LocalGroup) -> None:
+        q, k, v = shards_of(group)
+        out, lse = call_forward_op(q, k, v, AttentionArgs(layout="zigzag"), None, group.mesh(1, 2))[:2]
+        loss = out.sum() + (lse.sum() if group.rank() else 0.0)
+        with pytest.raises(ValueError, match="gradient of lse differs between ranks"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    with LocalWorld(2, timeout=SOON) as world:
+        world.run(on_rank)

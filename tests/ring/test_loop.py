@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from ringattn import Layout
+from ringattn.comm import Placed
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Mask
+from ringattn.ring.buffers import RingCall, build_payload
 from ringattn.ring.loop import partial_sums
 from ringattn.ring.schedule.schedule import schedule
 
@@ -122,3 +125,16 @@ def test_parts_before_the_last_are_added_in_fp32() -> None:
     out = torch.zeros(1).half(), torch.zeros(1).half()
     sums = [(accum and accum(), into)[1] for _, accum, into in partial_sums(parts, None, out)]
     assert [{x.dtype for x in into} for into in sums] == [{torch.float32}, {torch.float16}]
+
+
+def test_a_post_reports_its_sizes_and_leaves_out_empty_tensors() -> None:
+    reports: list[Any] = []
+    call = RingCall(
+        plan=Mock(), phase="forward", transports=(Mock(),), kv_slots=Mock(), dkv_slots=Mock(), record_span=Mock(),
+        heads=(), prefetch=1, on_post=lambda *report: reports.append(report[2:]),
+    )  # fmt: skip
+    here, there = (torch.zeros(3), torch.zeros(0)), (torch.ones(3), torch.ones(0))
+    sends, receives = build_payload(1, here, there), build_payload(2, (torch.zeros(5),))
+    assert sends.messages == (Placed(1, here[0], there[0]),)
+    call.post(0, Mock(), sends, receives, [])
+    assert reports == [([], ((1, 12),), ((2, 20),))]

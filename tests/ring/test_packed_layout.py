@@ -18,7 +18,7 @@ from ringattn.comm.topology.topology import Topology
 from ringattn.ring.schedule import packed_layout
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
-from ringattn.ring.schedule.packed_layout import Cost, PackedMask, PackedProblem, Runs
+from ringattn.ring.schedule.packed_layout import Cost, PackedMask, PackedProblem, Runs, _Stream
 from ringattn.ring.schedule.schedule import schedule
 
 from ..support.mask_cases import RingCase, check_case
@@ -294,3 +294,8 @@ def test_time_to_build(world: int, documents: int, nodes: int, seconds: float) -
         Layout.packed(boundaries([*lengths[shift:], *lengths[:shift]]), world, topology=topology)
         times.append(time.process_time() - start)
     assert min(times) <= seconds
+
+
+def test_only_cuts_near_the_end_of_a_document_move_to_it() -> None:
+    stream = _Stream(problem([0, 10, 30], 2), np.array([0, 1]), False)
+    assert stream.snap(np.array([3, 7, 8, 12, 13, 27, 28]), 2).tolist() == [3, 7, 10, 10, 13, 27, 30]

@@ -100,6 +100,12 @@ def test_plan_of_runs_matches_the_visible_pairs(data: st.DataObject, layout: Lay
     assert call.edges == tuple(tuple(sorted(pairs)) for pairs in edges)
 
 
+def test_slots_hold_the_longest_run() -> None:
+    # a cut at a multiple of 128 tokens makes the first of two runs longer
+    cut = plan(Layout.contiguous(800, 2), Mask(), 0, 1, CPU, runs=2)
+    assert [run.max_shard_keys for run in cut.runs] == [256, 144] and cut.max_shard_keys == 256
+
+
 def test_slots_do_not_grow_with_the_world() -> None:
     for world in (2, 4, 8):
         for layout in (Layout.contiguous(64, world), Layout.zigzag(64, world)):
@@ -116,6 +122,15 @@ def test_slots_do_not_grow_with_the_world() -> None:
     early = Window(causal=True, left=20, document=10)
     assert plan_of(Topology.flat(4), early, rank=1).dkv_slots == 3
     assert plan_of(Topology.grid(2, 4), early, rank=6).dkv_slots == 5
+
+
+def test_a_plan_lists_its_device_tensors() -> None:
+    """Streams wait for these tensors before they read a cached plan."""
+    made = plan(Layout.contiguous(40, 2), Mask(True, (4, 0), used=(30, 10)), 0, 1, CPU)
+    bounds = [part.bounds for hop in made.hop_masks for part in hop]
+    tensors = [made.send_index, *(x for each in bounds for x in (each.lo, each.hi, each.seqused_k))]
+    assert made.send_index is not None and any(each.seqused_k is not None for each in bounds)
+    assert {*map(id, tensors)} == {*map(id, made.device_tensors())}
 
 
 def test_plans_are_cached() -> None:

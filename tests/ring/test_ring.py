@@ -7,15 +7,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention, unshard
-from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
+from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message, TransportError
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
 from ringattn.conformance.cases import pairwise_cases
@@ -259,6 +261,31 @@ def test_slots_of_a_failed_call_are_freed_after_its_transfers(then: str, monkeyp
         world.run(calls)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_error_beside_calls_aborts_the_transports_of_a_ring(fails: bool) -> None:
+    layout, whole = Layout.contiguous(8, 2), inputs(8)
+
+    def on_rank(group: LocalGroup) -> list[str]:
+        reasons = list[str]()
+        with suppress(LookupError), Ring(group) as ring:
+            ring_attention(*shards(layout, whole, group), layout=layout, ring=ring)
+            transport: Any = ring._opened[0]
+            transport.abort = reasons.append
+            if fails:
+                raise LookupError("mine")
+        return reasons
+
+    assert [["mine" in reason for reason in reasons] for reasons in run_ranks(2, on_rank)] == [[True] * fails] * 2
+
+
+def test_a_value_that_does_not_arrive_raises_the_failure_of_the_ring() -> None:
+    ring = Mock(size=2)
+    ring._values.gather.side_effect = TransportError("no answer")
+    ring._watch.report_failure = lambda error: LookupError(f"rank 1 failed: {error}")
+    with pytest.raises(LookupError, match="rank 1 failed: no answer"):
+        Ring._gather(ring, 0, "a value")
+
+
 def test_seeds_are_drawn_from_rank_0s_generator() -> None:
     layout, x = Layout.zigzag(32, 2), torch.ones(1, 16, 2, 16)
 
@@ -272,6 +299,16 @@ def test_seeds_are_drawn_from_rank_0s_generator() -> None:
     (first, other), (again, _) = drawn(), drawn()
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_a_gradient_of_lse_may_have_any_strides() -> None:
+    leaves, sink = [torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3)], torch.zeros(2)
+    lse = ring_attention(*leaves, return_lse=True, backend="triton", learnable_sink=sink)[1]
+    expanded, contiguous = (
+        torch.autograd.grad(lse, leaves, ones, retain_graph=True)
+        for ones in (torch.ones(()).expand_as(lse), torch.ones_like(lse))
+    )
+    assert all(map(torch.equal, expanded, contiguous))
 
 
 def test_slopes_modified_before_the_backward_raise() -> None:

@@ -147,6 +147,11 @@ def test_each_feature_is_exact_in_runs_of_tokens(number: int, name: str) -> None
     check_case(case_of(world, [*LAYOUTS][number % 4], call | {"backend": backend}, sink=number % 2 == 0, ring=ring))
 
 
+def test_a_prefix_of_all_tokens_hides_nothing() -> None:
+    q, k, v = torch.randn(3, 1, 8, 2, 16)
+    torch.testing.assert_close(ring_attention(q, k, v, causal=True, prefix_length=8), ring_attention(q, k, v))
+
+
 # tests/kernels covers the features themselves; here the ring must pass each of them on
 LAUNCHED = (
     "islands", "intervals", "window", "causal documents", "prefix", "padding", "longformer", "bigbird in documents",
@@ -198,7 +203,7 @@ def test_combined_features_in_the_kernels(call: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "ring"),
     pairwise_cases(
-        ["causal documents", "longformer", "causal padding", "all scores"],
+        ["all scores", "causal documents", "longformer", "causal padding"],
         [{"chunks": 2}, {"topology": Topology.grid(2, 2)}, {"direction": -1, "prefetch": 0}],
     )[::2],
 )

@@ -42,7 +42,10 @@ def test_unshard_undoes_shard(layout: Layout, dim: int) -> None:
     def check(group: LocalGroup) -> None:
         own = shard(whole, layout=layout, group=group, dim=dim)
         assert torch.equal(own, whole.index_select(dim, positions(10, layout=layout, group=group)))
-        assert torch.equal(unshard(own, layout=layout, group=group, dim=dim, grad="slice"), whole)
+        joined = unshard(own.requires_grad_(), layout=layout, group=group, dim=dim, grad="sum")
+        assert torch.equal(joined, whole)
+        (gradient,) = torch.autograd.grad(joined, own, whole)
+        torch.testing.assert_close(gradient, group.size() * own)
 
     run_ranks(layout.world, check)
 
@@ -81,6 +84,13 @@ def test_bad_arguments_of_shard_and_unshard_are_refused() -> None:
         for call, arguments, message in calls:
             with pytest.raises(ValueError, match=message):
                 call(WHOLE, group=group, **arguments)
+        # Wait for all ranks even if the call is expected, because no transfer would reveal a difference.
+        for _ in range(3):
+            shard(WHOLE, layout="contiguous", group=group)
+        with pytest.raises(ValueError, match=r"tokens differs between ranks \(rank 0: 10, rank 1: 8"):
+            shard(WHOLE[:, 2 * group.rank() :], layout="contiguous", group=group)
+        with pytest.raises(ValueError, match="shape differs between ranks"):
+            unshard(WHOLE[:, :5, group.rank() :], layout="contiguous", group=group, grad="slice")
 
     run_ranks(2, check)
 

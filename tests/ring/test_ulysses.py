@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention, shard, unshard
+from ringattn import Layout, LocalWorld, Ring, ring_attention, roll, shard, unshard
 from ringattn.comm import Limits, LocalGroup, group_rank_size, open_transport
 from ringattn.comm.transports.local import LocalTransport
 from ringattn.comm.world import DEFAULT_TIMEOUT, LocalMesh
@@ -297,6 +297,21 @@ def test_two_meshes_over_the_same_ranks() -> None:
     assert time.monotonic() - begun < DEFAULT_TIMEOUT / 10
 
 
+def test_columns_of_a_mesh_may_make_calls_of_their_own() -> None:
+    """A backward names its forward by the number that the forward had in the same ring."""
+
+    def on_rank(group: LocalGroup) -> None:
+        leaves, mesh = qkv(group), group.mesh(2, 2)
+        call: dict[str, Any] = {"layout": "contiguous", "group": mesh}
+        if group.rank() % 2:
+            shard(torch.ones(1, 4), layout="contiguous", group=mesh.ring)
+        moved = roll(leaves[0], 1, **call), unshard(leaves[0], grad="sum", **call)
+        for result in (*moved, attend(mesh, *leaves)):
+            result.sum().backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(4, on_rank)
+
+
 def test_no_second_derivative() -> None:
     def on_rank(group: LocalGroup) -> None:
         leaves, mesh = qkv(group), group.mesh(2, 2)
@@ -348,6 +363,7 @@ def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
         leaves = qkv(group)
         out = attend(mesh, *leaves, ring=second)
         exchange = resolve_mesh_rings(lines, cpu, second).ulysses
+        assert {*second._rings.watches} == {second._watch, exchange._watch}  # they fail together
         first.close()  # not the ring with the latest deadline
         assert default_ring(mesh.ring, cpu).deadline == 70.0
         second.close()
