@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -71,10 +71,14 @@ def test_the_rest_goes_on_in_new_processes(name: str, status: str, text: str, ra
     assert verdict(ranks, "attend").status == "right"
 
 
+def refusal(text: str) -> Callable[[Case], Reply]:
+    return lambda case: Reply("error", [], "ValueError", text)
+
+
 def test_a_refusal_must_name_the_feature(ranks: Ranks) -> None:
     assert verdict(ranks, "refuses", replace(FORWARD, mask="window")).status == "refused"
     for text, status in (("4 heads cannot be split over 3", "refused"), ("dropout is not supported", "raises")):
-        assert judge(Case(heads="4/4"), lambda case, text=text: Reply("error", [], "ValueError", text)).status == status
+        assert judge(Case(heads="4/4"), refusal(text)).status == status
 
 
 def test_a_target_without_a_version_is_known_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
