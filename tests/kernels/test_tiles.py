@@ -68,15 +68,16 @@ def mirror(out: Any, interval: Any, shape: Any, BLOCK_ROWS: tl.constexpr, BLOCK:
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
 def test_the_jit_tile_range_equals_the_host_function(block: int) -> None:
-    """Two rows per program. The last row is alone, so its block is partial."""
+    """Two positions per program. The last one is alone, so its block is partial."""
     cases = [*limits(4), (2, 2, 3, 3)]
     lo = torch.tensor([end for case in cases for end in case[:2]], dtype=torch.int32)[:-1]
     hi = torch.tensor([end for case in cases for end in case[2:]], dtype=torch.int32)[:-1]
     calls = [(MaskInterval(lo, hi), len(lo), 4, cases)]
     calls += [(MaskInterval(None, None), 5, columns, [(0, 0, columns, columns)] * 3) for columns in range(7)]
+    packed = 3 if block == 2 else None  # query heads per position
     for made, rows, columns, ends in calls:
-        out = torch.full((len(ends), 4), -1, dtype=torch.int32)
-        mirror[(len(ends),)](out, made, LaunchShape(rows, columns, 1, 1), BLOCK_ROWS=2, BLOCK=block)
+        out, shape = torch.full((len(ends), 4), -1, dtype=torch.int32), LaunchShape(rows, columns, 1, 1, packed=packed)
+        mirror[(len(ends),)](out, made, shape, BLOCK_ROWS=2 * (packed or 1), BLOCK=block)
         assert torch.equal(out, torch.tensor([tile_range(*case, block) for case in ends], dtype=torch.int32))
 
 
