@@ -53,7 +53,7 @@ def test_every_defect_is_named(defect: str, ranks: dict[int, Ranks]) -> None:
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     y = x * 1
-    y.register_hook(lambda grad: grad * factor)
+    y.register_hook(lambda grad: grad * factor)  # type: ignore[no-untyped-call]
     return y
 
 

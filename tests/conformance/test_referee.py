@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -71,14 +71,13 @@ def test_the_rest_goes_on_in_new_processes(name: str, status: str, text: str, ra
     assert verdict(ranks, "attend").status == "right"
 
 
-def refusal(text: str) -> Callable[[Case], Reply]:
-    return lambda case: Reply("error", [], "ValueError", text)
-
-
 def test_a_refusal_must_name_the_feature(ranks: Ranks) -> None:
     assert verdict(ranks, "refuses", replace(FORWARD, mask="window")).status == "refused"
-    for text, status in (("4 heads cannot be split over 3", "refused"), ("dropout is not supported", "raises")):
-        assert judge(Case(heads="4/4"), refusal(text)).status == status
+
+    def status(text: str) -> str:
+        return judge(Case(heads="4/4"), lambda case: Reply("error", [], "ValueError", text)).status
+
+    assert (status("4 heads cannot be split over 3"), status("dropout is not supported")) == ("refused", "raises")
 
 
 def test_a_target_without_a_version_is_known_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
