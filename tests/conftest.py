@@ -23,7 +23,7 @@ speed_up_interpreter()
 # No deadline, because the first call of an interpreted kernel is slow. Derandomized, so that a failure comes from the
 # change under test.
 settings.register_profile(
-    "default", max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "default", max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("nightly", settings.get_profile("default"), max_examples=2000, derandomize=False)
 

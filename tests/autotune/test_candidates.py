@@ -36,6 +36,7 @@ HEADS = 32
 TILE = Tile(128, 128, 8, 2)
 
 
+@pytest.mark.nightly
 def test_jobs_run_until_the_budget_ends_or_the_user_interrupts() -> None:
     results: dict[int, Any] = {}
 

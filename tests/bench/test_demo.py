@@ -108,6 +108,7 @@ def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch)
         train_virtual_ranks(TINY, read_text(), 2)
 
 
+@pytest.mark.nightly
 def test_processes_of_this_machine(alone: None, tmp_path: Path) -> None:
     target, rows, plot = tmp_path / "out.json", tmp_path / "out.csv", tmp_path / "loss.png"
     code, output = invoke(*FLAGS, "--json", str(target), "--csv", str(rows), "--plot", str(plot))

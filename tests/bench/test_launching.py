@@ -187,6 +187,7 @@ def rank_one_raises(place: LaunchedRank, device: torch.device) -> None:
     dist.barrier()
 
 
+@pytest.mark.nightly
 def test_the_failing_ranks_error_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
         run_process_group(2, rank_one_raises)

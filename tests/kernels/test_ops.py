@@ -57,6 +57,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.nightly
 def test_opcheck() -> None:
     """The quantisation ops skip the schema check, because torch cannot compare e4m3. Graphs have tests of their own."""
     q, k, v, dout, dlse = inputs(Sizes(queries=8, keys=16))

@@ -31,6 +31,7 @@ from ringattn.ring.schedule.mask import Mask, bounds
 
 from ..support.kernel_cases import interval, tiles, visible
 from ..support.layouts import NAMES, build_layout
+from ..support.nightly import rest_nightly
 
 Limits = tuple[int, int, int, int]
 """lo_first, lo_last, hi_first, hi_last"""
@@ -204,7 +205,9 @@ def test_invisible_tiles_are_never_loaded(name: str, causal: bool, watch: list[L
             check_launches(watch, made, len(q), len(k), tiles(16, 16))
 
 
-@pytest.mark.parametrize("kind", ["full", "window", "documents", "last rows blind"])
+@pytest.mark.parametrize(
+    "kind", rest_nightly(["full", "window", "documents", "last rows blind"], "documents", "last rows blind")
+)
 def test_padding_and_hidden_blocks_are_never_loaded(kind: str, watch: list[Loads]) -> None:
     """Padded batch rows and hidden blocks are not loaded; query heads share tiles of their key head."""
     whole = interval(kind, 70, 75)

@@ -97,7 +97,7 @@ def test_single_pass_ring_is_exact(layout: Layout, ring: dict[str, Any], mode: s
     check_ring(layout, inputs(layout.seqlen, (2, 1), batch=1), causal=True, **single_pass(mode, **ring))
 
 
-@pytest.mark.parametrize("adopted", [False, True])
+@pytest.mark.parametrize("adopted", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_single_pass_backward_makes_two_chunks(adopted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks agree on the number, even if the backward of only one rank is a single pass."""
     single, gather, asked = single_pass(MODES[0])["config"], Ring._gather, list[str]()

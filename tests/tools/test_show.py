@@ -28,6 +28,7 @@ from ringattn.tools import pictures, show
 from ringattn.tools.call_summary import CallSummary, mask_cells
 
 from ..support.layouts import block_layouts, block_masks, is_visible_pair, layouts, masks
+from ..support.nightly import rest_nightly
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -254,12 +255,15 @@ def test_bytes_between_two_nodes(target: Path) -> None:
     assert of_ranks(call, "by rail backward") == [kv, kv, 2 * kv, 2 * kv]
 
 
-@pytest.mark.parametrize(("flags", "name", "begins"), [
+PICTURES = [
     ("--lengths 2k,0,1k --direction -1 --documents 128", "x.pdf", b"%PDF"),
     ("--world 6 --nodes 3 --seqlen 4k --layout contiguous --direction -1", "x.svg", b"<?xml"),
     ("--world 16 --seqlen 1k --layout striped --full --window 64,64", "x.png", b"\x89PNG"),
     ("--seqlen 64 --world 2 --block-mask strided,block=4,stride=8 --layout contiguous", "x.png", b"\x89PNG"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "name", "begins"), rest_nightly(PICTURES, PICTURES[0], PICTURES[3]))
 def test_pictures_are_written_in_the_format_of_the_file_name(
     flags: str, name: str, begins: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
