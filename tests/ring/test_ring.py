@@ -68,7 +68,12 @@ TWO_LEVELS = {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
         (Layout.zigzag(40, 2), {"dtype": torch.float16}, TRITON),
         pytest.param(SPANS, {}, TRITON | {"ring": {"direction": -1}}, marks=pytest.mark.nightly),
         (SPANS, {}, {"causal": True, "backend": "aten"}),
-        (Layout.zigzag(40, 2), {"heads": (2, 1), "dims": (320, 512)}, TRITON | {"config": TWO_LAUNCHES}),
+        pytest.param(
+            Layout.zigzag(40, 2),
+            {"heads": (2, 1), "dims": (320, 512)},
+            TRITON | {"config": TWO_LAUNCHES},
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(Layout.striped(40, 2), {"dims": (512, 300)}, TRITON, marks=pytest.mark.nightly),
         (Layout.striped(40, 2), {"dims": (512, 512)}, {"causal": True, "backend": "aten"}),
         (Layout.contiguous(2, 4), {}, TRITON),  # fewer tokens than ranks
