@@ -48,7 +48,8 @@ def tune_command(
     kernels: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,…", help="forward, dq, dkdv, single_pass or single_pass_deterministic; default: all."
+            metavar="NAME,…",
+            help="forward, dq, dkdv, single_pass (also with the suffix _deterministic); default: all.",
         ),
     ] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Only compile, even with a GPU.")] = False,

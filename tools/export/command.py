@@ -58,7 +58,8 @@ def main(
     role: Annotated[str, typer.Option(help="Role of the launch in a ring: only, first, middle or last.")] = "only",
     forward_kernel: Annotated[str, typer.Option(help="portable or hopper.")] = "portable",
     backward: Annotated[
-        str, typer.Option(help="two_pass (kernels dq and dkdv), single_pass, single_pass_deterministic or hopper.")
+        str,
+        typer.Option(help="two_pass (kernels dq, dkdv), single_pass (also with the suffix _deterministic) or hopper."),
     ] = "two_pass",
     gpu: Annotated[
         str | None,
