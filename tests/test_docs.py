@@ -315,6 +315,8 @@ def test_commands_have_the_flags_that_pages_use(
 ) -> None:
     arguments = own_arguments(command.text)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # completion is installed there
+    monkeypatch.setattr("shellingham.detect_shell", lambda *_: ("bash", "bash"))
     if arguments is None:
         check_others(shlex.split(command.text, comments=True))
     elif (name := " ".join(arguments[: (depth := 1 + (arguments[:1] == ["bench"]))])) in cli.COMMANDS:

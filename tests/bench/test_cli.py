@@ -81,7 +81,9 @@ def test_completion(words: str, completions: list[str]) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_can_be_installed(shell: str) -> None:
+def test_completion_can_be_installed(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a detached process has no shell among its parents
+    monkeypatch.setattr("shellingham.detect_shell", lambda *_: (shell, shell))
     ran = CliRunner().invoke(cli.app, ["--show-completion", shell], prog_name="ringattn")
     assert ran.exit_code == 0 and "_RINGATTN_COMPLETE" in ran.output
 
