@@ -124,10 +124,8 @@ def judge_cases(referee: Referee, seconds: float, only: str, out: Path | None) -
     from .reproduce import write_reproduction
 
     version, cases, refused = referee.describe()
-    run, cases = (
-        f"{referee.target}: {version}, seed {referee.seed}, {referee.device}",
-        [case for case in cases if only in case.id],
-    )
+    run = f"{referee.target}: {version}, seed {referee.seed}, {referee.device}"
+    cases = [case for case in cases if only in case.id]
     if only and not cases:
         raise typer.BadParameter(f"--only is {only!r}: no case's id contains it. An id is like {Case().id}.")
     journal = None if out is None else Journal(out / "journal.jsonl", run)
@@ -147,8 +145,7 @@ def judge_cases(referee: Referee, seconds: float, only: str, out: Path | None) -
     notes = [run]
     notes += [f"{len(cases) - len(verdicts)} cases were not run: --minutes is over"] * (len(verdicts) < len(cases))
     for outcome in failures:
-        shards = referee.shards(outcome.case) if out is not None and outcome.case.scores != "dropout" else []
-        if out is not None and shards:
+        if out is not None and outcome.case.scores != "dropout" and (shards := referee.shards(outcome.case)):
             title = f"{version or referee.target}: {outcome.sentence()}"
             path = write_reproduction(out / "reproductions", referee.target, title, outcome.case, shards)
             notes.append(f"reproduction: {path}")

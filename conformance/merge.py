@@ -85,6 +85,5 @@ def _judge_parts(outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tenso
     limits = {"out": (rounding + torch.finfo(outs[0].dtype).eps) * max(1.0, float(mean.abs().max())), "lse": rounding}
     exact = {"out": mean, "lse": total, "blind": total == -math.inf}
     evidence = Evidence(Case(), {}, {"out": out, "lse": lse}, (), exact, limits, torch.ones(()), "")
-    cause = find_output_cause(evidence, wrong_merges(parts, stacked)) or NO_CAUSE
     error = max(evidence.errors.values())
-    return cause if error > 1 else "", error
+    return find_output_cause(evidence, wrong_merges(parts, stacked)) or NO_CAUSE if error > 1 else "", error

@@ -62,6 +62,8 @@ HINTS = {
     "uneven": ("layout", "uneven", "divi", "multiple", "length", "token"),
 }  # fmt: skip
 """Features that a call may use, and the words of which a refusal must contain one to name the feature."""
+EVERY_CALL_HINTS = ("rank", "world", "parallel", "head", "length")
+"""Words that name what every call has."""
 
 
 @dataclass(frozen=True)

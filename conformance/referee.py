@@ -12,7 +12,7 @@ import torch
 from .cases import Case, select_cases
 from .causes import DROPOUT_RATE, DROPOUT_WORLD, NO_CAUSE, ROUNDING, Runner, find_cause
 from .evidence import Evidence, collect_evidence, run_case
-from .protocol import AXES, HINTS, Target, resolve_path
+from .protocol import AXES, EVERY_CALL_HINTS, HINTS, Target, resolve_path
 from .ranks import Ranks, Reply
 
 RIGHT, WRONG, REFUSED, RAISES, HANGS, DIES, MISUSE = "right", "wrong", "refused", "raises", "hangs", "dies", "misuse"
@@ -75,13 +75,7 @@ def _judge_failure(case: Case, reply: Reply) -> Outcome:
         status = MISUSE
     elif reply.error:
         message = " ".join(f"{reply.error}: {reply.text}".split())[:300]
-        hints = {hint for feature in case.features for hint in HINTS[feature]} | {
-            "rank",
-            "world",
-            "parallel",
-            "head",
-            "length",
-        }
+        hints = {*EVERY_CALL_HINTS, *(hint for feature in case.features for hint in HINTS[feature])}
         if reply.error in ("ValueError", "NotImplementedError") and any(hint in message.lower() for hint in hints):
             status = REFUSED
     return Outcome(case, status, message=message, notes=reply.notes)

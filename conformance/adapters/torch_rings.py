@@ -65,7 +65,9 @@ sdpa = SimpleNamespace(
 class _SelfAttention(torch.nn.Module):
     """Attention layer with the arguments of transformers' layers."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any, attention_mask: Any = None, is_causal: bool = False):  # type: ignore[no-untyped-def]
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Any, attention_mask: Any = None, is_causal: bool = False
+    ) -> Tensor:
         if attention_mask is not None:
             raise ValueError("attention_mask is not supported by context parallelism")
         return _ring(q, k, v, call, is_causal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,13 +13,12 @@ import torch
 from ringattn.conformance import causes
 from ringattn.conformance.cases import DROPOUT, Case
 from ringattn.conformance.evidence import Evidence, collect_evidence, run_case
-from ringattn.conformance.protocol import Target
-from ringattn.conformance.ranks import Ranks, Reply
+from ringattn.conformance.ranks import Ranks
 from ringattn.conformance.referee import RIGHT, WRONG, Outcome, judge
-from ringattn.conformance.standalone import GRADIENTS, MisuseError, attend_plainly
+from ringattn.conformance.standalone import GRADIENTS, attend_plainly
 
 from ..support import broken_rings
-from ..support.broken_rings import DEFECTS, run_defect
+from ..support.broken_rings import DEFECTS, reply_alone, run_defect
 
 CASES = {
     "document": Case(documents="ragged"), "window": Case("window", layout="zigzag"), "sink": Case(scores="sink"),
@@ -101,15 +100,7 @@ MISTAKES: list[tuple[str, Case, Callable[..., Any]]] = [
 
 @pytest.mark.parametrize(("cause", "case", "mistake"), MISTAKES, ids=[cause for cause, _, _ in MISTAKES])
 def test_a_mistake_on_one_rank_is_named(cause: str, case: Case, mistake: Callable[..., Any]) -> None:
-    case, target = replace(case, world=1), Target(SimpleNamespace(attend=mistake))
-
-    def run(case: Case) -> Reply:
-        try:
-            return Reply("ok", [run_case(target, 0, case)])
-        except MisuseError as error:
-            return Reply("error", [], "MisuseError", str(error))
-
-    outcome = judge(case, run)
+    outcome = judge(replace(case, world=1), partial(reply_alone, run_case, mistake))
     assert outcome.status != RIGHT and cause in outcome.cause + outcome.message, outcome.sentence()
 
 

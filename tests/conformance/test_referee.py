@@ -21,9 +21,9 @@ from ringattn.conformance.model import judge_model
 from ringattn.conformance.protocol import AXES, Target
 from ringattn.conformance.ranks import Ranks, Reply
 from ringattn.conformance.referee import Outcome, Referee, judge
-from ringattn.conformance.standalone import MisuseError
 
 from ..support import bad_targets
+from ..support.broken_rings import reply_alone
 
 FORWARD = Case(gradients="none")
 
@@ -156,13 +156,8 @@ WRONG_MERGES = {
 
 @pytest.mark.parametrize("cause", WRONG_MERGES)
 def test_every_wrong_merge_is_named(cause: str) -> None:
-    target = Target(SimpleNamespace(attend=WRONG_MERGES[cause]))
-
     def request(world: int, work: Any, *arguments: Any) -> Reply:
-        try:
-            return Reply("ok", [work(target, 0, *arguments)])
-        except MisuseError as error:
-            return Reply("error", [], "MisuseError", str(error))
+        return reply_alone(work, WRONG_MERGES[cause], *arguments)
 
     found = judge_merge(cast(Referee, SimpleNamespace(seed=0, request=request))).failed
     assert any(cause in failure for failure in found), found

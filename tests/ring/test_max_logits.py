@@ -20,7 +20,7 @@ from ..support.mask_cases import RingCase, check_case, combine_ranks, rank_resul
 from ..support.own_kernels import Dense, DenseShards
 from ..support.rank_processes import group_results
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
-from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS, case_of
+from .test_ring_masks import FEATURES, TOKENS, case_of, feature_call
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -33,9 +33,7 @@ ROWS: dict[str, Any] = {
 }
 PACKED = KernelConfig(forward=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1), dkdv=Tile(16, 16, 4, 1), pack_gqa=True)
 OFTEN = ("islands, window, documents", "causal intervals in documents", "causal padding", "longformer", "all scores")
-FEATURES = {
-    name: PATTERNS[name](4) if name in PATTERNS else (MASKS | SCORES)[name] for name in (*MASKS, *PATTERNS, *SCORES)
-}
+CALLS = {name: feature_call(name, 4) for name in FEATURES}
 
 
 @pytest.mark.parametrize(("name", "layout", "world"), [
@@ -43,7 +41,7 @@ FEATURES = {
     *(pytest.param(*case, marks=pytest.mark.nightly) for case in pairwise_cases(FEATURES, [*LAYOUTS], [1, 2, 3, 4])),
 ])  # fmt: skip
 def test_each_feature_is_exact(name: str, layout: str, world: int) -> None:
-    check_case(case_of(world, layout, FEATURES[name] | MAX | {"backend": "aten"}, sink=world == 2))
+    check_case(case_of(world, layout, CALLS[name] | MAX | {"backend": "aten"}, sink=world == 2))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +55,7 @@ def test_each_feature_is_exact(name: str, layout: str, world: int) -> None:
 )
 def test_the_kernels_are_exact(name: str, more: dict[str, Any]) -> None:
     """The sink is the largest logit of some heads, and does not count."""
-    call = FEATURES[name] | MAX | more | {"backend": "triton"}
+    call = CALLS[name] | MAX | more | {"backend": "triton"}
     check_case(case_of(2, "zigzag", call, sink=True, grads="", ring={"chunks": 2}))
 
 
@@ -72,9 +70,9 @@ def test_16_bit(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     [
         (ROWS, {}),
         (ROWS, {"mesh": (2, 2)}),
-        (FEATURES["causal documents"], {"mesh": (1, 4)}),
-        (FEATURES["causal window"], {"ring": {"chunks": 3, "topology": Topology.grid(2, 2)}}),
-        (FEATURES["documents"], {"ring": {"wire_dtype": torch.float8_e4m3fn}}),
+        (CALLS["causal documents"], {"mesh": (1, 4)}),
+        (CALLS["causal window"], {"ring": {"chunks": 3, "topology": Topology.grid(2, 2)}}),
+        (CALLS["documents"], {"ring": {"wire_dtype": torch.float8_e4m3fn}}),
     ],
     ids=["batch rows", "batch rows over a mesh", "mesh", "two levels", "wire dtype"],
 )
@@ -87,7 +85,7 @@ def test_rings_and_meshes(call: dict[str, Any], more: dict[str, Any]) -> None:
 
 def test_empty_shards_and_queries_that_see_nothing() -> None:
     queries, keys = Layout([[(40, 7)], [], [(47, 6), (55, 5)]]), Layout([[(0, 40)], [(40, 20)], []])
-    check_case(RingCase(queries, inputs(TOKENS), FEATURES["prefix and window"] | MAX, kv_layout=keys))
+    check_case(RingCase(queries, inputs(TOKENS), CALLS["prefix and window"] | MAX, kv_layout=keys))
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
@@ -108,7 +106,7 @@ def test_a_head_that_sees_nothing_or_a_nan(backend: str) -> None:
 
 
 def test_gloo() -> None:
-    case = case_of(2, "zigzag", FEATURES["causal padding"] | MAX, grads="")
+    case = case_of(2, "zigzag", CALLS["causal padding"] | MAX, grads="")
     combine_ranks(case, group_results(2, partial(over_gloo, case)))
 
 

@@ -90,6 +90,14 @@ SCORES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+FEATURES = [*MASKS, *PATTERNS, *SCORES]
+
+
+def feature_call(name: str, block: int) -> dict[str, Any]:
+    """Return the arguments of a feature; a pattern has blocks of ``block`` tokens."""
+    return PATTERNS[name](block) if name in PATTERNS else (MASKS | SCORES)[name]
+
+
 def layout_for(name: str, world: int, call: dict[str, Any]) -> Layout:
     """Return a layout by name; block masks get a layout of whole blocks."""
     pattern = call.get("block_mask")
@@ -125,23 +133,23 @@ LISTED = {
     "dropout",
 }  # fmt: skip
 """Features that the cases of tests/conformance/test_ours.py have."""
-OTHERS = [name for name in (*MASKS, *PATTERNS, *SCORES) if name not in LISTED]
+OTHERS = [name for name in FEATURES if name not in LISTED]
 
 
 @pytest.mark.parametrize(("name", "layout", "world"), pairwise_cases(OTHERS, LAYOUTS, [1, 2, 3, 4]))
 def test_each_other_feature_is_exact(name: str, layout: str, world: int) -> None:
-    call = PATTERNS[name](BLOCK["aten"]) if name in PATTERNS else (MASKS | SCORES)[name]
+    call = feature_call(name, BLOCK["aten"])
     check_case(case_of(world, layout, call | {"backend": "aten"}))
 
 
-NUMBERED = [*enumerate([*MASKS, *PATTERNS, *SCORES])]
+NUMBERED = [*enumerate(FEATURES)]
 
 
 @pytest.mark.parametrize(("number", "name"), rest_nightly(NUMBERED, *NUMBERED[:-1]))
 def test_each_feature_is_exact_in_runs_of_tokens(number: int, name: str) -> None:
     """Each case takes the next world, layout and ring; the kernels compute that with all scores."""
     backend = "triton" if name == "all scores" else "aten"
-    call = PATTERNS[name](BLOCK[backend]) if name in PATTERNS else (MASKS | SCORES)[name]
+    call = feature_call(name, BLOCK[backend])
     ring = {"chunks": 3} if number % 3 else {"chunks": 3, "topology": Topology.grid(2, 2), "direction": -1}
     world = 2 + number % 3 if number % 3 else 4
     check_case(case_of(world, [*LAYOUTS][number % 4], call | {"backend": backend}, sink=number % 2 == 0, ring=ring))
@@ -162,12 +170,9 @@ OTHER_ARGUMENTS = [ON_KERNELS[at] for at in (0, 6, 7, 8, 9)]
 """Features that give a kernel other arguments: several intervals, blocks, and scores."""
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    rest_nightly(ON_KERNELS, *OTHER_ARGUMENTS),
-)
+@pytest.mark.parametrize(("name", "layout"), rest_nightly(ON_KERNELS, *OTHER_ARGUMENTS))
 def test_the_ring_passes_each_feature_to_the_kernels(name: str, layout: str) -> None:
-    call = PATTERNS[name](BLOCK["triton"]) if name in PATTERNS else (MASKS | SCORES)[name]
+    call = feature_call(name, BLOCK["triton"])
     check_case(case_of(2, layout, call | {"backend": "triton"}))
 
 

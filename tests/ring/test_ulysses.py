@@ -25,7 +25,7 @@ from ..support.nightly import rest_nightly
 from ..support.rank_processes import call_outcome
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 from ..support.transport_cases import HANGS
-from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS, layout_for
+from .test_ring_masks import FEATURES, MASKS, SCORES, TOKENS, feature_call, layout_for
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -49,14 +49,13 @@ def case_of(mesh: tuple[int, int], call: dict[str, Any], layout: Layout, **more:
     return RingCase(layout, whole, call | {"backend": "aten"}, mesh=mesh, **more)
 
 
-FEATURES = [*MASKS, *PATTERNS, *SCORES]
 ON_MESHES = pairwise_cases(FEATURES, MESHES, LAYOUTS)
 EACH_ONCE = [row for row in ON_MESHES if MESHES.index(row[1]) == FEATURES.index(row[0]) % len(MESHES)]
 
 
 @pytest.mark.parametrize(("name", "mesh", "layout"), rest_nightly(ON_MESHES, *EACH_ONCE))
 def test_each_feature_is_exact_over_a_mesh(name: str, mesh: tuple[int, int], layout: str) -> None:
-    call = PATTERNS[name](4) if name in PATTERNS else (MASKS | SCORES)[name]
+    call = feature_call(name, 4)
     sink = SINK if layout in ("zigzag", "uneven") else None
     check_case(case_of(mesh, call, layout_for(layout, mesh[0] * mesh[1], call), sink=sink))
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ from ringattn.conformance import causes
 from ringattn.conformance.cases import Case
 from ringattn.conformance.evidence import run_case
 from ringattn.conformance.protocol import Target, TargetCall
-from ringattn.conformance.standalone import default_positions
+from ringattn.conformance.ranks import Reply
+from ringattn.conformance.standalone import MisuseError, default_positions
 from ringattn.reference.masks import add_head_dim, visible
 from ringattn.reference.scores import ScoreOptions, apply_score_options, dropout_factors
 
@@ -151,6 +153,14 @@ class BrokenRing(torch.autograd.Function):
                 dkv = dkv if defect == "misrouted" else [dk, dv]
         dsink = None if sink is None else -((sink[:, None] - lse).exp() * delta).sum((0, 2))
         return dq.transpose(1, 2).to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), dsink, None, None
+
+
+def reply_alone(work: Callable[..., Any], attend: Callable[..., Any], *arguments: Any) -> Reply:
+    """Return the reply to ``work`` of a target on one rank, in this process."""
+    try:
+        return Reply("ok", [work(Target(SimpleNamespace(attend=attend)), 0, *arguments)])
+    except MisuseError as error:
+        return Reply("error", [], "MisuseError", str(error))
 
 
 def run_defect(target: Target, rank: int, case: Case, defect: str) -> dict[str, Any]:
