@@ -391,6 +391,11 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(op, args, test_utils=NO_BACKWARD)
 
 
+def test_a_graph_refuses_slopes_that_need_a_gradient() -> None:
+    with pytest.raises(Exception, match="alibi_slopes requires a gradient"):
+        compiled()(*inputs(), alibi_slopes=torch.ones(HEADS, requires_grad=True))
+
+
 def test_the_backward_op_refuses_to_be_differentiated() -> None:
     q, k, v = inputs()
     out = torch.ops.ringattn.ring_attention(q, k, v, *packed_call())[0]

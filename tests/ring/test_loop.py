@@ -11,7 +11,7 @@ import torch
 from ringattn import Layout
 from ringattn.comm import Placed
 from ringattn.comm.topology.topology import Topology
-from ringattn.ring import Mask
+from ringattn.ring import Mask, Trace
 from ringattn.ring.buffers import RingCall, build_payload
 from ringattn.ring.loop import partial_sums
 from ringattn.ring.schedule.schedule import schedule
@@ -138,3 +138,11 @@ def test_a_post_reports_its_sizes_and_leaves_out_empty_tensors() -> None:
     assert sends.messages == (Placed(1, here[0], there[0]),)
     call.post(0, Mock(), sends, receives, [])
     assert reports == [([], ((1, 12),), ((2, 20),))]
+    fence, trace = Mock(), Trace(torch.device("cpu"))
+    trace.wrap_call(call).post(0, Mock(), sends, receives, [fence])
+    first, begin = call.transports[0].post.call_args.kwargs["after"]  # type: ignore[attr-defined]
+    assert first is fence  # a transfer begins when everything that it waits for is done
+    begin.wait()
+    begun = begin.at
+    begin.wait()
+    assert begin.at == begun

@@ -22,7 +22,7 @@ SINK = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
 HOLES = torch.rand(BATCH, TOKENS, generator=torch.Generator().manual_seed(3)) < 0.6
 AT = torch.arange(TOKENS)
 HIDING: dict[str, dict[str, Any]] = {
-    "documents": {"cu_seqlens": [[0, 36], [0, 7, 8, 8, 20, 36], [0, 30, 36]]},
+    "documents": {"cu_seqlens": ((0, 36), (0, 7, 8, 8, 20, 36), (0, 30, 36))},
     "documents as a tensor": {"cu_seqlens": torch.tensor([[0, 7, 36], [0, 36, 36], [0, 1, 36]])},
     "left padding": {"leftpad_k": [5, 0, 20]},
     "left padding as a mask": {"key_mask": torch.tensor([[11], [36], [2]]) <= AT},

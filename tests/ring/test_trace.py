@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,6 +54,12 @@ def flat() -> Traces:
     return traces()
 
 
+def waits(spans: list[TraceSpan]) -> dict[str, list[int]]:
+    """Return the number of waits at each hop: for K/V (of dQ and of dK/dV), for dK/dV, and at the end for all posts."""
+    made = Counter((span.phase, span.hop) for span in spans if span.kind == "wait")
+    return {phase: [made[phase, hop] for hop in range(WORLD)] for phase in ("forward", "backward")}
+
+
 def test_every_byte_that_moves_is_recorded(flat: Traces) -> None:
     whole = schedule(Layout.zigzag(SEQLEN, WORLD), Mask(causal=True), direction=1, topology=Topology.grid(1, WORLD))
     per_token = 2 * HEADS * DIM * FP32
@@ -65,9 +72,10 @@ def test_every_byte_that_moves_is_recorded(flat: Traces) -> None:
 
 
 def test_the_last_dkv_that_leave_a_rank_are_those_of_the_other_node() -> None:
-    for rank, (_, moved, _) in enumerate(traces(nodes=2)):
+    for rank, (spans, moved, _) in enumerate(traces(nodes=2)):
         last = [span.name for span in moved if (span.phase, span.kind, span.hop) == ("backward", "send", WORLD - 1)]
         assert {*last} == {f"dK/dV of {other}" for other in range(WORLD) if other // 2 != rank // 2}
+        assert waits(spans) == {"forward": [1, 1, 1, 2], "backward": [3, 3, 4, 4]}
 
 
 def test_spans_do_not_overlap_and_transfers_have_a_duration(flat: Traces) -> None:
@@ -76,18 +84,20 @@ def test_spans_do_not_overlap_and_transfers_have_a_duration(flat: Traces) -> Non
         ordered = sorted(spans, key=lambda span: (span.begin, span.end))
         assert all(before.end <= after.begin for before, after in pairwise(ordered))
         assert {span.kind for span in spans} == {"compute", "wait"}
+        assert waits(spans) == {"forward": [1, 1, 1, 2], "backward": [2, 3, 3, 4]}
 
 
 @pytest.mark.parametrize(("nodes", "settings"), [(1, {}), (2, {}), (1, {"slots": 2, "prefetch": 1})])
 def test_a_slot_holds_one_shard_at_a_time(flat: Traces, nodes: int, settings: dict[str, Any]) -> None:
     recorded = flat if (nodes, settings) == (1, {}) else traces(nodes=nodes, **settings)
-    for spans, _, slots in recorded:
+    for spans, moved, slots in recorded:
         for kind in {span.kind for span in slots}:
             uses = sorted((span for span in slots if span.kind == kind), key=lambda span: span.begin)
             assert all(before.end <= after.begin for before, after in pairwise(uses)), (kind, uses)
         for span in (slot for slot in slots if slot.kind.startswith("slot")):
             read = [use for use in spans if (use.phase, use.hop, use.kind) == (span.phase, span.hop, "compute")]
-            assert all(span.begin <= c.begin and c.end <= span.end for c in read)
+            read += [use for use in moved if (use.phase, use.name) == (span.phase, span.name)]
+            assert read and all(span.begin <= c.begin and c.end <= span.end for c in read)
         assert {span.phase for span in slots} == {"forward", "backward"}
         names = [span.name for span in slots if span.phase == "forward"]
         assert len(names) == len(set(names)) == WORLD - 1
@@ -146,4 +156,6 @@ def test_clock_error_is_half_the_time_between_two_readings(monkeypatch: pytest.M
         patch.setattr(trace_module, "time", SimpleNamespace(perf_counter=lambda: next(times)))
         clock = _Clock(CUDA)
     assert (clock.error, clock.seconds(clock._start)) == (0.25, 10.25)
+    monkeypatch.setattr(clock, "_start", Mock(**{"elapsed_time.return_value": 500.0}))  # milliseconds, as of a GPU
+    assert clock.seconds(Mock()) == 10.75
     assert _Clock(torch.device("cpu")).error == 0.0
