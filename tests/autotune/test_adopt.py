@@ -54,7 +54,7 @@ CPU, NAME, DIM = torch.device("cpu"), "stand-in", 16
 SIZES = CheckSizes(tokens=60, heads=(4, 2), runs=4, timed_tokens=64, timed_heads=(2, 1), samples=5)
 GPU = GpuSpec("Test GPU", 90, 132, 1 << 20)
 SETUP = Setup("Test GPU", "580.1", "3.7.1", "12.8", "2.13.0", "0.1.0")
-ON_CPU = Supports(devices=("cpu",))
+ON_CPU = Supports(devices=("cpu",), value_dims=(8, DIM))
 calls: list[str] = []
 LOCK = threading.Lock()
 

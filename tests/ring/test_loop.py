@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from ringattn import Layout
-from ringattn.comm import Placed
+from ringattn.comm import Placed, Slots
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Mask, Trace
-from ringattn.ring.buffers import RingCall, build_payload
+from ringattn.ring.buffers import Chunk, Heads, RingBuffer, RingCall, build_payload
+from ringattn.ring.dkv import DkvAccumulators
 from ringattn.ring.loop import partial_sums
 from ringattn.ring.schedule.schedule import schedule
 
@@ -125,6 +126,34 @@ def test_parts_before_the_last_are_added_in_fp32() -> None:
     out = torch.zeros(1).half(), torch.zeros(1).half()
     sums = [(accum and accum(), into)[1] for _, accum, into in partial_sums(parts, None, out)]
     assert [{x.dtype for x in into} for into in sums] == [{torch.float32}, {torch.float16}]
+
+
+def test_own_dkv_are_summed_in_fp32_and_in_place_if_possible() -> None:
+    """Rounding the sum of the nodes to 16 bits would cost one more rounding."""
+    chunk, exact = Mock(**{"plan.returns_once": False}), (torch.zeros(1), torch.zeros(1))
+    for dkdv, expected in (
+        (exact, exact),
+        (tuple(x.half() for x in exact), "fp32"),
+        ((exact[0].half(), *exact), "fp32"),
+    ):
+        sums = Mock(_totals={}, _own_shard=lambda _: "fp32")
+        for _ in range(2):
+            assert DkvAccumulators.own_accumulator(sums, chunk, dkdv) is expected
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_views_of_slots_are_cached_and_one_rank_needs_no_memory(hops: int) -> None:
+    heads, pair = Heads(0, slice(0, 2), slice(0, 4)), (torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 8))
+    chunk = Chunk(0, heads, Mock(lengths=(3,) * hops))
+    call: Any = Mock(chunks=(chunk,), heads=(heads,), plan=Mock(lengths=(3,), hops=[0] * hops, max_shard_keys=3))
+    slots = Slots(1, torch.device("cpu"))
+    buffer, hop = RingBuffer(call, slots, pair, torch.float32, None), Mock(index=hops - 1)
+    assert (slots.nbytes > 0) == (hops > 1)
+    for view in (buffer.buffers, buffer.slot_payload) if hops > 1 else ():
+        where = (0, hop, chunk) if view == buffer.buffers else (1, 0, hop, chunk)
+        assert view(*where) is view(*where)
+    first, second = buffer.staging(hop, chunk), buffer.staging(hop, chunk)
+    assert first is second and [x.shape for x in first] == [x.shape for x in pair]
 
 
 def test_a_post_reports_its_sizes_and_leaves_out_empty_tensors() -> None:
