@@ -31,7 +31,7 @@ from ringattn.comm.topology import nvml
 from ringattn.kernels import PLAIN, Bounds, Scores
 from ringattn.kernels.config import BACKWARD_MODES, FORWARD_KERNELS
 from ringattn.kernels.gpu import GpuSpec
-from ringattn.ring import adopted, prepare
+from ringattn.ring import Mask, adopted, prepare
 from ringattn.ring.adopted import (
     FORWARD,
     PHASES,
@@ -42,6 +42,7 @@ from ringattn.ring.adopted import (
     read_record,
     record_path,
 )
+from ringattn.ring.args import AttentionArgs
 from ringattn.ring.local import registry
 from ringattn.ring.local.rectangles import RectangleForward
 from ringattn.tools.doctor import adoption as doctor_adoption
@@ -266,7 +267,9 @@ def test_auto_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
         "rectangles were timed with full and causal masks"
     )
     scattered = Layout([[(0, 10), (12, 10), (24, 28)]])
-    assert not attend(needs_grad=False, layout=scattered), "many spans make many rectangles"
+    whole = Layout.contiguous(48, 1)
+    for spans in ({"layout": scattered}, {"layout": whole, "kv_layout": scattered}):
+        assert not attend(needs_grad=False, **spans), "many spans make many rectangles"
     assert attend(needs_grad=False, layout=Layout([[(0, 20), (24, 28)]])), "two spans, as in a zigzag layout"
     monkeypatch.setitem(registry._DEFAULTS, "cpu", "triton")
     assert attend() and not attend(config=tiles(32, 32)), "a given config is not replaced"
@@ -305,6 +308,18 @@ def test_an_unsupported_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
     assert not attend(), "a kernel of another project takes no config"
     monkeypatch.setitem(registry._KERNELS, NAME, stand_in(backward=None))
     assert not attend()
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_hopper_kernels_are_used_only_for_tensors_that_tma_can_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adopted, "check_kernel_features", lambda *_, **__: None)  # without a GPU none has this kernel
+    save(verdict(FORWARD, backend="triton", options={"forward_kernel": "hopper"}))
+    fit, odd = torch.zeros(1, 48, 2, DIM), torch.zeros(48 * 2 * DIM + 1)[1:].view(1, 48, 2, DIM)
+    call: dict[str, Any] = {"args": AttentionArgs(), "layouts": (), "mask": Mask(), "scores": PLAIN}
+    for odd_one in (None, "q", "k", "v"):
+        tensors = [odd if name == odd_one else fit for name in "qkv"]
+        kernel = adopted.find_adopted_kernel(*tensors, **call, needs_backward=False, by_row=False)
+        assert (kernel is None) == (odd_one is not None), odd_one
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -658,6 +658,7 @@ def test_settings_of_the_ring_reach_the_loops() -> None:
         for wire in (None, "bfloat16"):
             with Ring(group, prefetch=1, slots=4, wire_dtype=wire, grad_wire_dtype=wire) as ring:
                 plan = prepared(ring, layout="contiguous").plan
+                assert [ring.transport] == [transport.name for transport in ring._transports]  # opened with the plan
                 with ring.call(plan, "backward", x(8, 4), x(8, 2), scores, 2) as call:
                     assert ring._watch is not None and call.on_post == ring._watch.add_post
                     assert (call.plan, call.phase, call.prefetch, call.scores) == (plan, "backward", 1, scores)

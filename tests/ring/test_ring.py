@@ -140,11 +140,13 @@ def test_calls_of_different_shapes_share_one_ring() -> None:
     ]  # fmt: skip
 
     def on_rank(group: LocalGroup) -> list[torch.Tensor]:
-        outs = []
+        outs, slots = list[Tensor](), None
         with Ring(group) as ring:
             for number, whole in enumerate((*calls, *calls, *calls)):
                 ring.chunks = 1 if len(calls) <= number < 2 * len(calls) else 2
                 outs.append(ring_attention(*shards(layout, whole, group), layout=layout, ring=ring))
+                slots = slots if number else ring._kv
+                assert ring._kv is slots  # the first call needs the most memory
         return outs
 
     results = [layout.unshard(parts) for parts in zip(*run_ranks(3, on_rank), strict=True)]
@@ -236,8 +238,8 @@ def test_every_edge_is_warmed_up_before_it_is_used(exchanges: bool, monkeypatch:
                 ring_attention(*shards(layout, whole, group), layout=layout, ring=ring, window_size=window)
 
     run_ranks(4, calls)
-    assert used - set(ring_edges(range(4))) and not late
-    assert min(warm[edge] for edge in used) == 4  # once per rank, although there are two calls
+    later = used - set(ring_edges(range(4)))  # opening a transport warms up the edges between neighbours
+    assert {warm[edge] for edge in later} == {4} and not late  # once per rank, although there are two calls
 
 
 @pytest.mark.parametrize("then", ["a call that takes more slots", "close"])
@@ -356,6 +358,25 @@ def test_closing_a_ring_releases_everything_despite_errors() -> None:
     assert [name for name, *_ in held.mock_calls] == steps
     ring.close()
     assert len(held.mock_calls) == len(steps)
+
+
+def test_slots_that_are_too_few_are_drained_and_released() -> None:
+    few, many = Mock(count=1), Mock(count=2)
+    assert Ring._slots(many, 2, torch.device("cpu"), None) is many and not many.method_calls
+    assert Ring._slots(few, 2, torch.device("cpu"), None).count == 2
+    assert [name for name, *_ in few.method_calls] == ["drain", "release"]
+
+
+def test_the_watchdog_gets_what_a_ring_opens_and_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "open_watch", lambda group, device, **given: SimpleNamespace(**given))
+    monkeypatch.setattr(ring_module, "GpuReader", lambda device: ["reader", device])
+    for device in map(torch.device, ("cpu", "cuda")):
+        ring = Ring(deadline=7.0)
+        given: Any = ring._get_watch(device)
+        ring._opened.append(Mock())
+        assert given.transports() == ring._opened and given.control is ring._control is not None
+        reader = ["reader", device] if device.type == "cuda" else None
+        assert (given.deadline, given.failure_group, given.gauges) == (7.0, ring._rings, reader)
 
 
 def test_a_second_call_at_the_same_time_fails_both() -> None:

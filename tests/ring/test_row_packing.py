@@ -84,6 +84,8 @@ def test_calls_without_keys(backend: str) -> None:
     assert out.count_nonzero() == 0 and torch.equal(lse, torch.full((2, 2, 6), -torch.inf))
     grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
     assert [grad.shape for grad in grads] == [x.shape for x in tensors] and grads[0].count_nonzero() == 0
+    out = ring_attention(*tensors[1:2] * 3, cu_seqlens=[[0, 0], [0, 0]], backend=backend)
+    assert out.shape == tensors[1].shape
 
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])

@@ -14,8 +14,10 @@ import torch
 from ringattn import Layout, Ring, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.comm.topology.topology import Topology
+from ringattn.comm.transports.process_group import HostFence
 from ringattn.ring import Mask, Trace, TraceSpan
 from ringattn.ring import trace as trace_module
+from ringattn.ring.buffers import Payload
 from ringattn.ring.schedule.schedule import Hop, schedule
 from ringattn.ring.trace import _Clock, _PostBegin
 
@@ -60,6 +62,15 @@ def waits(spans: list[TraceSpan]) -> dict[str, list[int]]:
     return {phase: [made[phase, hop] for hop in range(WORLD)] for phase in ("forward", "backward")}
 
 
+def assert_sent_equals_received(recorded: Traces) -> None:
+    """Compare names and bytes of what all ranks sent with those of what all ranks received."""
+    sent, received = (
+        Counter((x.phase, x.name, x.nbytes) for _, moved, _ in recorded for x in moved if x.kind == kind)
+        for kind in ("send", "receive")
+    )
+    assert sent == received
+
+
 def test_every_byte_that_moves_is_recorded(flat: Traces) -> None:
     whole = schedule(Layout.zigzag(SEQLEN, WORLD), Mask(causal=True), direction=1, topology=Topology.grid(1, WORLD))
     per_token = 2 * HEADS * DIM * FP32
@@ -67,12 +78,12 @@ def test_every_byte_that_moves_is_recorded(flat: Traces) -> None:
     assert names == {f"{what} of {rank}" for what in ("K/V", "dK/dV") for rank in range(WORLD)}
     sent = [sum(span.nbytes for span in moved if span.kind == "send") for _, moved, _ in flat]
     assert sent == [a + b for a, b in zip(whole.bytes(per_token), whole.bytes(per_token, per_token), strict=True)]
-    received = [sum(span.nbytes for span in moved if span.kind == "receive") for _, moved, _ in flat]
-    assert sum(sent) == sum(received)
+    assert_sent_equals_received(flat)
 
 
 def test_the_last_dkv_that_leave_a_rank_are_those_of_the_other_node() -> None:
-    for rank, (spans, moved, _) in enumerate(traces(nodes=2)):
+    assert_sent_equals_received(recorded := traces(nodes=2))
+    for rank, (spans, moved, _) in enumerate(recorded):
         last = [span.name for span in moved if (span.phase, span.kind, span.hop) == ("backward", "send", WORLD - 1)]
         assert {*last} == {f"dK/dV of {other}" for other in range(WORLD) if other // 2 != rank // 2}
         assert waits(spans) == {"forward": [1, 1, 1, 2], "backward": [3, 3, 4, 4]}
@@ -119,6 +130,20 @@ def test_runs_of_tokens_use_slots_of_their_own() -> None:
         }
         names = Counter(span.name for span in slots if span.phase == "forward")
         assert names == {f"K/V of {other}": runs for other in others}
+
+
+def test_a_transfer_on_the_host_ends_when_its_fence_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes without a GPU: the end of a post is known only afterwards."""
+    monkeypatch.setattr(trace_module, "transfer_names", lambda *_: ("sent", "received"))
+    trace, begin, fence = Trace(torch.device("cpu")), Mock(at=2.0), Mock(spec=HostFence, finished_at=9.0)
+    trace._plans.append(("forward", Mock()))
+    trace.record_post(Mock(hop=1), begin, fence, Payload((), ((1, 12), (2, 8))), Payload((), ((1, 5),)))
+    assert not fence.wait.called
+    assert trace.transfers == [
+        TraceSpan("forward", "send", 1, 2.0, 9.0, "sent", 20),
+        TraceSpan("forward", "receive", 1, 2.0, 9.0, "received", 5),
+    ]
+    assert fence.wait.called
 
 
 def test_a_wait_splits_the_compute_span(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,8 @@ def test_speeds_are_equal_on_all_ranks_and_feed_layouts() -> None:
             x = torch.randn(1, 4, 1, 16)
             ring_attention(x, x, x, layout="contiguous", ring=ring)
             row = RankRow(1, 0.0, "", compute=2.0 if group.rank() == 1 else 1.0)
-            ring.telemetry = lambda: (Report(group.rank(), 0.0, row),)  # type: ignore[method-assign]
+            others = Report((group.rank() + 1) % 3, 0.0, RankRow(1, 0.0, "", compute=9.0))  # as of now, or older
+            ring.telemetry = lambda: (others, Report(group.rank(), 0.0, row))  # type: ignore[method-assign]
             with pytest.raises(ValueError, match=r"work is \[1, 0, 1\]"):
                 ring.speeds([1, 0, 1])
             speeds = [before, *map(ring.speeds, (None, [1, 2, 1], [1000, 1000, 1]))]
