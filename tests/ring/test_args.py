@@ -28,7 +28,7 @@ from ringattn.kernels import KernelConfig, Scores, Tile
 from ringattn.ring import BlockMask, Intervals, bigbird, fixed, longformer, prefix_tree, slices, strided
 from ringattn.ring import prepare as prepare_module
 from ringattn.ring import ring as ring_module
-from ringattn.ring.args import ARG_SPECS, AttentionArgs, Compare, Options
+from ringattn.ring.args import ARG_SPECS, AttentionArgs, Compare, Options, take_args
 from ringattn.ring.ops import pack_call, unpack_call
 from ringattn.ring.prepare import Call, autocast_inputs, check_sink, prepare_call
 from ringattn.ring.ring import call_device
@@ -726,6 +726,8 @@ def test_signature_options_and_op_entries_agree() -> None:
     # an overload per type of result has this argument
     assert {*Options.__annotations__, "return_max_logits"} == {*named, "ring", "group"} < {*named, *others}
     assert [*ARG_SPECS] == [*named]
+    local_vars = named | others
+    assert take_args(local_vars)._asdict() == named and not local_vars  # the frame keeps them, and with them tensors
 
 
 @pytest.mark.parametrize(

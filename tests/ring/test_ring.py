@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,23 +279,6 @@ def test_slots_of_a_failed_call_are_freed_after_its_transfers(then: str, monkeyp
         world.run(calls)
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_an_error_beside_calls_aborts_the_transports_of_a_ring(fails: bool) -> None:
-    layout, whole = Layout.contiguous(8, 2), inputs(8)
-
-    def on_rank(group: LocalGroup) -> list[str]:
-        reasons = list[str]()
-        with suppress(LookupError), Ring(group) as ring:
-            ring_attention(*shards(layout, whole, group), layout=layout, ring=ring)
-            transport: Any = ring._opened[0]
-            transport.abort = reasons.append
-            if fails:
-                raise LookupError("mine")
-        return reasons
-
-    assert [["mine" in reason for reason in reasons] for reasons in run_ranks(2, on_rank)] == [[True] * fails] * 2
-
-
 def test_a_value_or_transfer_that_does_not_arrive_raises_the_failure_of_the_ring() -> None:
     ring, error = Mock(size=2, _broken=""), TransportError("no answer")
     ring._values.gather.side_effect = error
@@ -346,18 +328,20 @@ def test_exchanges_use_the_transport_between_nodes(given: Any, monkeypatch: pyte
     assert Ring.open_flat(ring, torch.device("cpu")) is flat and ring._opened == [flat]
 
 
-def test_closing_a_ring_releases_everything_despite_errors() -> None:
-    """Slots are drained while the watchdog can still end their transfers."""
+@pytest.mark.parametrize("failed", ["", "mine"])
+def test_closing_a_ring_releases_everything_despite_errors(failed: str) -> None:
+    """Slots are drained while the watchdog can still end their transfers. Those of a failed call are aborted first."""
     ring, held = Ring(), Mock()
     ring._kv, ring._dkv, ring._watch, ring._control = held.kv, held.dkv, held.watch, held.control
-    ring._opened, ring._partners = [held.first, held.second], {Mock(): held.partner}
+    ring._opened, ring._partners, ring._broken = [held.first, held.second], {Mock(): held.partner}, failed
     for part in (held.kv.drain, held.partner.close, held.watch.close, held.second.close):
         part.side_effect = TransportError("gone")
     ring.close()
     steps = ["kv.drain", "dkv.drain", "partner.close", "watch.close", "second.close", "first.close", "control.close"]
-    assert [name for name, *_ in held.mock_calls] == steps
+    assert [name for name, *_ in held.mock_calls] == ["first.abort", "second.abort"] * bool(failed) + steps
+    assert all(failed in args[0] for name, args, _ in held.mock_calls if "abort" in name)
     ring.close()
-    assert len(held.mock_calls) == len(steps)
+    assert len(held.mock_calls) == len(steps) + 2 * bool(failed)
 
 
 def test_slots_that_are_too_few_are_drained_and_released() -> None:
