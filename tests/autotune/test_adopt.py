@@ -304,10 +304,11 @@ def test_an_unsupported_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
     save(verdict(TRAINING, seconds=1.5), verdict(TRAINING, **options), verdict(TRAINING, backend="gone"))
     assert [each.seconds for each in find_adoption(GPU).fastest[TRAINING, torch.float32, DIM]] == [1.0, 1.0, 1.5]
     assert attend(), "the slowest supports the call"
+    with monkeypatch.context() as patched:
+        patched.setitem(registry._KERNELS, NAME, stand_in(backward=None))
+        assert not attend()
     save(verdict(TRAINING, options={"backward": "single_pass"}))
     assert not attend(), "a kernel of another project takes no config"
-    monkeypatch.setitem(registry._KERNELS, NAME, stand_in(backward=None))
-    assert not attend()
 
 
 @pytest.mark.usefixtures("on_gpu")

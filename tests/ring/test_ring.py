@@ -329,13 +329,17 @@ def test_exchanges_use_the_transport_between_nodes(given: Any, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("failed", ["", "mine"])
-def test_closing_a_ring_releases_everything_despite_errors(failed: str) -> None:
+def test_closing_a_ring_releases_everything_despite_errors(failed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are drained while the watchdog can still end their transfers. Those of a failed call are aborted first."""
     ring, held = Ring(), Mock()
     ring._kv, ring._dkv, ring._watch, ring._control = held.kv, held.dkv, held.watch, held.control
     ring._opened, ring._partners, ring._broken = [held.first, held.second], {Mock(): held.partner}, failed
     for part in (held.kv.drain, held.partner.close, held.watch.close, held.second.close):
         part.side_effect = TransportError("gone")
+    with monkeypatch.context() as forked:
+        forked.setattr(ring_module, "os", Mock())  # getpid
+        ring.close()
+    assert not held.mock_calls, "these belong to the parent process"
     ring.close()
     steps = ["kv.drain", "dkv.drain", "partner.close", "watch.close", "second.close", "first.close", "control.close"]
     assert [name for name, *_ in held.mock_calls] == ["first.abort", "second.abort"] * bool(failed) + steps

@@ -17,9 +17,10 @@ from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transports.process_group import HostFence
 from ringattn.ring import Mask, Trace, TraceSpan
 from ringattn.ring import trace as trace_module
-from ringattn.ring.buffers import Payload
+from ringattn.ring.buffers import Payload, PostKey, TransferKind
+from ringattn.ring.schedule.plan import plan
 from ringattn.ring.schedule.schedule import Hop, schedule
-from ringattn.ring.trace import _Clock, _PostBegin
+from ringattn.ring.trace import CompletedPost, _Clock, _PostBegin, slot_trace
 
 from ..support.cuda.device import FakeCuda
 from ..support.ring_cases import run_ranks
@@ -84,7 +85,11 @@ def test_every_byte_that_moves_is_recorded(flat: Traces) -> None:
 def test_the_last_dkv_that_leave_a_rank_are_those_of_the_other_node() -> None:
     assert_sent_equals_received(recorded := traces(nodes=2))
     for rank, (spans, moved, _) in enumerate(recorded):
-        last = [span.name for span in moved if (span.phase, span.kind, span.hop) == ("backward", "send", WORLD - 1)]
+        last, received = (
+            [span.name for span in moved if (span.phase, span.kind, span.hop) == ("backward", kind, WORLD - 1)]
+            for kind in ("send", "receive")
+        )
+        assert received[-1] == f"dK/dV of {rank}"
         assert {*last} == {f"dK/dV of {other}" for other in range(WORLD) if other // 2 != rank // 2}
         assert waits(spans) == {"forward": [1, 1, 1, 2], "backward": [3, 3, 4, 4]}
 
@@ -132,16 +137,31 @@ def test_runs_of_tokens_use_slots_of_their_own() -> None:
         assert names == {f"K/V of {other}": runs for other in others}
 
 
+def test_a_slot_is_in_use_until_its_content_is_sent_on() -> None:
+    steps = plan(Layout.contiguous(8, 4), Mask(), 0, 1, torch.device("cpu"), None, 3)
+    posts = [
+        CompletedPost(PostKey("forward", hop, TransferKind.KV, hop + 1, 0), 10.0 * hop, 10.0 * hop + 35, 4, 4)
+        for hop in range(3)
+    ]
+    uses = slot_trace("forward", steps, posts, {hop: [(10.0 * hop, 10.0 * hop + 1)] for hop in range(4)})
+    # the K/V of hop 1 are received by the post of hop 0 and sent by that of hop 1; those of hop 3 stay
+    assert [(use.name, use.begin, use.end) for use in uses] == [
+        ("K/V of 3", 0.0, 45.0), ("K/V of 2", 10.0, 55.0), ("K/V of 1", 20.0, 55.0),
+    ]  # fmt: skip
+
+
 def test_a_transfer_on_the_host_ends_when_its_fence_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes without a GPU: the end of a post is known only afterwards."""
     monkeypatch.setattr(trace_module, "transfer_names", lambda *_: ("sent", "received"))
     trace, begin, fence = Trace(torch.device("cpu")), Mock(at=2.0), Mock(spec=HostFence, finished_at=9.0)
     trace._plans.append(("forward", Mock()))
     trace.record_post(Mock(hop=1), begin, fence, Payload((), ((1, 12), (2, 8))), Payload((), ((1, 5),)))
+    trace.record_post(Mock(hop=2), begin, fence, Payload(), Payload((), ((1, 6),)))
     assert not fence.wait.called
     assert trace.transfers == [
         TraceSpan("forward", "send", 1, 2.0, 9.0, "sent", 20),
         TraceSpan("forward", "receive", 1, 2.0, 9.0, "received", 5),
+        TraceSpan("forward", "receive", 2, 2.0, 9.0, "received", 6),
     ]
     assert fence.wait.called
 
