@@ -153,7 +153,12 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"first_head": -1}, r"first_head is -1: it must be"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 of shape \[3\] on cpu: .* \[4\] or \[2, 4\]"),
     ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\), but the Longformer"),
-    ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, but kv_layout has 9 for rank 0"),
+    ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, but kv_layout has 9 for rank 0$"),
+    ({"block_mask": BlockMask(torch.ones(2, 3).bool(), 4), "kv_layout": Layout([[(0, 2), (4, 6)]])}, "kv_layout gives"),
+    (
+        {"intervals": [(EIGHT, EIGHT + 3)], "kv_layout": Layout([[(0, 9)]]), "k": x(9, 2), "v": x(9, 2)},
+        "intervals ends at 10 at position 7: it must end at 9",
+    ),
     ({"q": x(4, 8), "k": x(2, 8), "v": x(2, 8)}, r"k has 2 tokens and q has 4: .* pass q.transpose\(1, 2\)"),
     ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, but layout has 4 for rank 0\. .* pass q.transpose\(1, 2\)"),
     (BFLOAT16, "tensors are torch.bfloat16 on the CPU"),

@@ -391,6 +391,12 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(op, args, test_utils=NO_BACKWARD)
 
 
+def test_ops_stay_out_of_cuda_graphs() -> None:
+    """They wait for other ranks on the host."""
+    for op in (torch.ops.ringattn.ring_attention, torch.ops.ringattn.ring_attention_backward):
+        assert torch.Tag.cudagraph_unsafe in op.default.tags
+
+
 def test_a_graph_refuses_slopes_that_need_a_gradient() -> None:
     with pytest.raises(Exception, match="alibi_slopes requires a gradient"):
         compiled()(*inputs(), alibi_slopes=torch.ones(HEADS, requires_grad=True))

@@ -18,14 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention, unshard
+from ringattn import Layout, LocalWorld, Ring, ring_attention, single_rank, unshard
 from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message, TransportError
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
 from ringattn.conformance.cases import pairwise_cases
 from ringattn.kernels import attention
 from ringattn.ring import ring as ring_module
+from ringattn.ring.args import AttentionArgs
 from ringattn.ring.buffers import PostKey, RingCall
+from ringattn.ring.ops import call_forward_op
 from ringattn.ring.ring import default_ring
 
 from ..support.kernel_cases import tiles
@@ -406,14 +408,21 @@ def test_seeds_are_drawn_from_rank_0s_generator() -> None:
     assert torch.equal(first, layout.unshard(expected))
 
 
-def test_a_gradient_of_lse_may_have_any_strides() -> None:
+@pytest.mark.parametrize("on_a_mesh", [False, True])
+def test_a_gradient_of_lse_alone_may_have_any_strides(on_a_mesh: bool) -> None:
+    """Also in the op of a graph over a mesh, which exchanges the gradients of both results."""
     leaves, sink = [torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3)], torch.zeros(2)
-    lse = ring_attention(*leaves, return_lse=True, backend="triton", learnable_sink=sink)[1]
+    call: dict[str, Any] = {"backend": "triton", "learnable_sink": sink}
+    if on_a_mesh:
+        out, lse, _ = call_forward_op(*leaves, AttentionArgs(**call), None, single_rank().mesh(1, 1))
+    else:
+        out, lse = ring_attention(*leaves, return_lse=True, **call)
     expanded, contiguous = (
         torch.autograd.grad(lse, leaves, ones, retain_graph=True)
         for ones in (torch.ones(()).expand_as(lse), torch.ones_like(lse))
     )
-    assert all(map(torch.equal, expanded, contiguous))
+    both = torch.autograd.grad((out, lse), leaves, (torch.zeros_like(out), torch.ones_like(lse)))
+    assert all(map(torch.equal, expanded, contiguous)) and all(map(torch.equal, expanded, both))
 
 
 def test_slopes_modified_before_the_backward_raise() -> None:

@@ -184,6 +184,7 @@ def test_gpu_times_come_from_events_on_their_streams(monkeypatch: pytest.MonkeyP
     """Times are relative to one start event, and the host does not wait during the call."""
     fake = FakeCuda(monkeypatch)
     clock = _Clock(CUDA)
+    assert fake.calls[0] == "synchronize"  # earlier work would delay the start event
     fake.calls.clear()
     begin, stream = _PostBegin(clock), object()
     for stream_of_call in (stream, object()):  # a second stream does not change it
@@ -199,8 +200,9 @@ def test_clock_error_is_half_the_time_between_two_readings(monkeypatch: pytest.M
     times = iter([10.0, 10.5])
     with monkeypatch.context() as patch:
         patch.setattr(trace_module, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-        clock = _Clock(CUDA)
-    assert (clock.error, clock.seconds(clock._start)) == (0.25, 10.25)
+        trace = Trace(CUDA)
+    clock = trace._clock
+    assert (trace.clock_error, clock.seconds(clock._start)) == (0.25, 10.25)
     monkeypatch.setattr(clock, "_start", Mock(**{"elapsed_time.return_value": 500.0}))  # milliseconds, as of a GPU
     assert clock.seconds(Mock()) == 10.75
     assert _Clock(torch.device("cpu")).error == 0.0
