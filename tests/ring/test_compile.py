@@ -270,6 +270,9 @@ def test_a_mesh_frees_the_first_exchange_before_the_last(monkeypatch: pytest.Mon
     monkeypatch.setattr(ulysses, "tokens_for_heads", last_exchange)
     run(compiled(), inputs(), group=single_rank().mesh(1, 1))
     assert counts == [3, 0, 6, 0]
+    with torch.no_grad():
+        block(*inputs(), group=single_rank().mesh(1, 1))
+    assert counts[4:] == [3, 0]
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])

@@ -139,6 +139,15 @@ def test_gradients_of_gradients() -> None:
     run_ranks(2, call)
 
 
+def test_inputs_that_need_a_gradient_do_not_matter_without_autograd() -> None:
+    def call(group: LocalGroup) -> None:
+        x = torch.arange(12.0).view(2, 6).requires_grad_(group.rank() == 1)
+        with torch.no_grad():
+            assert relayout(x, "zigzag", "zigzag", group=group).equal(x)
+
+    run_ranks(2, call)
+
+
 def halves(second: int) -> Layout:
     """Return a layout of 6 tokens from 0 and 6 tokens from ``second``."""
     return Layout([[(0, 6)], [(second, 6)]])

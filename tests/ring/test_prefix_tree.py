@@ -130,7 +130,7 @@ def test_log_probabilities_of_each_sequence(world: int, layout: str, grad: str) 
 
     def on_rank(group: Any) -> tuple[Tensor, Tensor]:
         logits = layout_.shard(whole, group.rank(), 0).detach().requires_grad_()
-        rows, targets = tree.next_tokens(layout_.positions(group.rank()).int())
+        rows, targets = tree.next_tokens(layout_.positions(group.rank()).byte())
         logprobs = logits[rows].log_softmax(-1)[torch.arange(len(rows)), tokens[targets]]
         paths = tree.gather_logprobs(logprobs, layout=layout_, group=group, grad=grad)
         total = loss(paths) / (world if grad == "sum" else 1)
