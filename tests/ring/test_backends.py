@@ -78,7 +78,7 @@ pytestmark = pytest.mark.usefixtures("one_core")
 
 @pytest.mark.parametrize("is_adopted", [True, False])
 def test_an_adopted_kernel_gets_an_aligned_gradient(is_adopted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may load by TMA, unlike a kernel that the call would get without adoption."""
+    """An adopted kernel may load by TMA, unlike the kernel that the call would get without adoption."""
     seen: list[bool] = []
 
     class Kernel(fused.TritonAttention):

@@ -395,7 +395,7 @@ def test_opcheck(name: str) -> None:
 
 
 def test_ops_stay_out_of_cuda_graphs() -> None:
-    """They wait for other ranks on the host."""
+    """The ops wait for other ranks on the host, which a CUDA graph cannot replay."""
     for op in (torch.ops.ringattn.ring_attention, torch.ops.ringattn.ring_attention_backward):
         assert torch.Tag.cudagraph_unsafe in op.default.tags
 

@@ -307,7 +307,7 @@ def test_a_value_or_transfer_that_does_not_arrive_raises_the_failure_of_the_ring
 def test_a_ring_of_gpus_discovers_its_topology(
     device: str, group: object, given: Topology | None, expected: Topology | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two hops per node need only one slot; virtual ranks share their GPU."""
+    """The number of slots is checked again for the topology. Virtual ranks share one GPU and discover nothing."""
     options: dict[str, Any] = {}
     monkeypatch.setattr(ring_module, "discover_topology", lambda control, device: GRIDS["2x2"])
     monkeypatch.setattr(ring_module, "open_transports", lambda group, **given: options.update(given) or ("open",))
@@ -380,7 +380,7 @@ def test_a_second_call_at_the_same_time_fails_both() -> None:
 
 
 def test_a_sink_is_not_modified() -> None:
-    """One query of one row is the only case in which the start state could share its memory."""
+    """The kernels update the start state, which must not share the sink's memory even for one query of one row."""
     q, k, v = (torch.randn(1, rows, 2, 16) for rows in (1, 8, 8))
     sink = torch.tensor([0.5, -1.0])
     for backend in ("triton", "aten"):
@@ -410,7 +410,7 @@ def test_seeds_are_drawn_from_rank_0s_generator() -> None:
 
 @pytest.mark.parametrize("on_a_mesh", [False, True])
 def test_a_gradient_of_lse_alone_may_have_any_strides(on_a_mesh: bool) -> None:
-    """Also in the op of a graph over a mesh, which exchanges the gradients of both results."""
+    """The op of a graph over a mesh exchanges the gradients of both results together."""
     leaves, sink = [torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3)], torch.zeros(2)
     call: dict[str, Any] = {"backend": "triton", "learnable_sink": sink}
     if on_a_mesh:
