@@ -267,9 +267,8 @@ def test_auto_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
         "rectangles were timed with full and causal masks"
     )
     scattered = Layout([[(0, 10), (12, 10), (24, 28)]])
-    whole = Layout.contiguous(48, 1)
-    for spans in ({"layout": scattered}, {"layout": whole, "kv_layout": scattered}):
-        assert not attend(needs_grad=False, **spans), "many spans make many rectangles"
+    for queries in (scattered, Layout.contiguous(48, 1)):
+        assert not attend(needs_grad=False, layout=queries, kv_layout=scattered), "many spans make many rectangles"
     assert attend(needs_grad=False, layout=Layout([[(0, 20), (24, 28)]])), "two spans, as in a zigzag layout"
     monkeypatch.setitem(registry._DEFAULTS, "cpu", "triton")
     assert attend() and not attend(config=tiles(32, 32)), "a given config is not replaced"
@@ -318,8 +317,8 @@ def test_hopper_kernels_are_used_only_for_tensors_that_tma_can_load(monkeypatch:
     fit, odd = torch.zeros(1, 48, 2, DIM), torch.zeros(48 * 2 * DIM + 1)[1:].view(1, 48, 2, DIM)
     call: dict[str, Any] = {"args": AttentionArgs(), "layouts": (), "mask": Mask(), "scores": PLAIN}
     for odd_one in (None, "q", "k", "v"):
-        tensors = [odd if name == odd_one else fit for name in "qkv"]
-        kernel = adopted.find_adopted_kernel(*tensors, **call, needs_backward=False, by_row=False)
+        q, k, v = (odd if name == odd_one else fit for name in "qkv")
+        kernel = adopted.find_adopted_kernel(q, k, v, **call, needs_backward=False, by_row=False)
         assert (kernel is None) == (odd_one is not None), odd_one
 
 

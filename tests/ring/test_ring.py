@@ -311,9 +311,10 @@ def test_a_ring_of_gpus_discovers_its_topology(
     options: dict[str, Any] = {}
     monkeypatch.setattr(ring_module, "discover_topology", lambda control, device: GRIDS["2x2"])
     monkeypatch.setattr(ring_module, "open_transports", lambda group, **given: options.update(given) or ("open",))
-    ring = Mock(topology=given, group=group, _transports=(), _opened=[], slots=3, limits="limits")
+    ring: Any = Mock(topology=given, group=group, _transports=(), _opened=[], slots=3, limits="limits")
     ring._open_options = partial(Ring._open_options, ring)
-    assert Ring.open(ring, torch.device(device)) == Ring.open(ring, torch.device(device)) == ("open",)
+    opened: Any = Ring.open(ring, torch.device(device))
+    assert opened == ("open",) and Ring.open(ring, torch.device(device)) is opened
     assert ring._set_slots.called == (given is None and expected is not None) and ring._opened == ["open"]
     wanted = {"device": torch.device(device), "topology": expected, "limits": "limits"}
     assert options.items() > wanted.items() and options["transport"] is ring._transport
@@ -411,12 +412,12 @@ def test_seeds_are_drawn_from_rank_0s_generator() -> None:
 @pytest.mark.parametrize("on_a_mesh", [False, True])
 def test_a_gradient_of_lse_alone_may_have_any_strides(on_a_mesh: bool) -> None:
     """The op of a graph over a mesh exchanges the gradients of both results together."""
-    leaves, sink = [torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3)], torch.zeros(2)
-    call: dict[str, Any] = {"backend": "triton", "learnable_sink": sink}
+    q, k, v = leaves = [torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3)]
+    call: dict[str, Any] = {"backend": "triton", "learnable_sink": torch.zeros(2)}
     if on_a_mesh:
-        out, lse, _ = call_forward_op(*leaves, AttentionArgs(**call), None, single_rank().mesh(1, 1))
+        out, lse, _ = call_forward_op(q, k, v, AttentionArgs(**call), None, single_rank().mesh(1, 1))
     else:
-        out, lse = ring_attention(*leaves, return_lse=True, **call)
+        out, lse = ring_attention(q, k, v, return_lse=True, **call)
     expanded, contiguous = (
         torch.autograd.grad(lse, leaves, ones, retain_graph=True)
         for ones in (torch.ones(()).expand_as(lse), torch.ones_like(lse))
