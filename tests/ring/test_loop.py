@@ -14,7 +14,7 @@ from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Mask, Trace
 from ringattn.ring.buffers import Chunk, Heads, RingBuffer, RingCall, build_payload
 from ringattn.ring.dkv import DkvAccumulators
-from ringattn.ring.loop import partial_sums
+from ringattn.ring.loop import compute_dkdv, partial_sums
 from ringattn.ring.schedule.schedule import schedule
 
 from ..support.rendezvous import run_ranks
@@ -126,6 +126,12 @@ def test_parts_before_the_last_are_added_in_fp32() -> None:
     out = torch.zeros(1).half(), torch.zeros(1).half()
     sums = [(accum and accum(), into)[1] for _, accum, into in partial_sums(parts, None, out)]
     assert [{x.dtype for x in into} for into in sums] == [{torch.float32}, {torch.float16}]
+
+
+def test_dkv_that_only_pass_through_are_not_waited_for() -> None:
+    call, dkv, chunk = Mock(**{"plan.is_outer_root.return_value": False}), Mock(), Mock(**{"plan.hop_masks": [()]})
+    compute_dkdv(call, Mock(), dkv, Mock(), Mock(index=0), chunk)
+    assert [name for name, *_ in dkv.mock_calls] == ["incoming_dkv"]
 
 
 def test_own_dkv_are_summed_in_fp32_and_in_place_if_possible() -> None:
