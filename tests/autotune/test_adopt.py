@@ -13,20 +13,25 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import triton
 from torch import Tensor
+from triton.backends.nvidia.compiler import get_ptxas
 from typer.testing import CliRunner
 
+import ringattn
 from ringattn import Layout, LocalWorld, RectangleAttention, Supports, reference, ring_attention
 from ringattn.autotune import adopt
 from ringattn.autotune.adopt import CheckJob, CheckSizes, KernelCandidate, check_candidate, run_checks, save_verdicts
 from ringattn.bench import cli
+from ringattn.comm.topology import nvml
 from ringattn.kernels import PLAIN, Bounds, Scores
 from ringattn.kernels.config import BACKWARD_MODES, FORWARD_KERNELS
 from ringattn.kernels.gpu import GpuSpec
-from ringattn.ring import adopted, prepare
+from ringattn.ring import Mask, adopted, prepare
 from ringattn.ring.adopted import (
     FORWARD,
     PHASES,
@@ -37,6 +42,7 @@ from ringattn.ring.adopted import (
     read_record,
     record_path,
 )
+from ringattn.ring.args import AttentionArgs
 from ringattn.ring.local import registry
 from ringattn.ring.local.rectangles import RectangleForward
 from ringattn.tools.doctor import adoption as doctor_adoption
@@ -49,7 +55,7 @@ CPU, NAME, DIM = torch.device("cpu"), "stand-in", 16
 SIZES = CheckSizes(tokens=60, heads=(4, 2), runs=4, timed_tokens=64, timed_heads=(2, 1), samples=5)
 GPU = GpuSpec("Test GPU", 90, 132, 1 << 20)
 SETUP = Setup("Test GPU", "580.1", "3.7.1", "12.8", "2.13.0", "0.1.0")
-ON_CPU = Supports(devices=("cpu",))
+ON_CPU = Supports(devices=("cpu",), value_dims=(8, DIM))
 calls: list[str] = []
 LOCK = threading.Lock()
 
@@ -232,13 +238,13 @@ def save(*verdicts: KernelVerdict) -> Path:
     return save_verdicts(GPU, verdicts or [verdict(phase) for phase in PHASES], "ringattn doctor --adopt")[0]
 
 
-def attend(needs_grad: bool = True, *, dim: int = DIM, **options: Any) -> bool:
+def attend(needs_grad: bool = True, *, dim: int = DIM, value_dim: int = 0, **options: Any) -> bool:
     """Run a call, compare it with the reference, and return whether the stand-in computed it."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 48, 2, dim).requires_grad_(needs_grad) for _ in range(3))
+    q, k, v = (torch.randn(1, 48, 2, each).requires_grad_(needs_grad) for each in (dim, dim, value_dim or dim))
     calls.clear()
     out = ring_attention(q, k, v, **options)
-    masks = {name: value for name, value in options.items() if name in ("causal", "window_size")}
+    masks = {name: value for name, value in options.items() if name in ("causal", "window_size", "key_mask")}
     expected = reference.attention(*(x.detach().double() for x in (q, k, v)), **masks)[0]
     torch.testing.assert_close(out.detach().double(), expected, atol=1e-5, rtol=1e-5)
     if needs_grad:
@@ -248,15 +254,22 @@ def attend(needs_grad: bool = True, *, dim: int = DIM, **options: Any) -> bool:
 
 @pytest.mark.usefixtures("on_gpu")
 def test_auto_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save()
+    path, skipped = save(), list[Any]()
+    monkeypatch.setattr(adopted, "skip_nan_check", skipped.append)  # on a GPU this check waits for the device
     assert path == record_path(GPU) and path.stat().st_mode & 0o777 == 0o600
     assert find_adoption(GPU).record == read_record(path)
     assert attend(causal=True) and attend(needs_grad=False)
+    assert [kernel.name for kernel in skipped] == [NAME] * 2
     assert not attend(backend="aten"), "a named backend is not replaced"
-    assert not attend(dim=8), "no verdict for this head dim"
-    assert not attend(causal=True, window_size=(4, 0)), "rectangles were timed with full and causal masks"
+    assert not attend(dim=8) and not attend(value_dim=8), "no verdict for this head dim"
+    holes = torch.arange(48)[None] % 3 > 0
+    assert not attend(causal=True, window_size=(4, 0)) and not attend(key_mask=holes), (
+        "rectangles were timed with full and causal masks"
+    )
     scattered = Layout([[(0, 10), (12, 10), (24, 28)]])
-    assert not attend(needs_grad=False, layout=scattered), "many spans make many rectangles"
+    for queries in (scattered, Layout.contiguous(48, 1)):
+        assert not attend(needs_grad=False, layout=queries, kv_layout=scattered), "many spans make many rectangles"
+    assert attend(needs_grad=False, layout=Layout([[(0, 20), (24, 28)]])), "two spans, as in a zigzag layout"
     monkeypatch.setitem(registry._DEFAULTS, "cpu", "triton")
     assert attend() and not attend(config=tiles(32, 32)), "a given config is not replaced"
 
@@ -287,10 +300,26 @@ def test_only_a_repeatable_kernel_is_deterministic(repeatable: bool) -> None:
 @pytest.mark.usefixtures("on_gpu")
 def test_an_unsupported_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"backend": "triton", "options": {"backward": "hopper"}}
-    save(verdict(TRAINING, **options), verdict(TRAINING, backend="gone"), verdict(TRAINING, seconds=1.5))
-    assert attend(), "the third choice supports the call"
-    monkeypatch.setitem(registry._KERNELS, NAME, stand_in(backward=None))
-    assert not attend()
+    save(verdict(TRAINING, seconds=1.5), verdict(TRAINING, **options), verdict(TRAINING, backend="gone"))
+    assert [each.seconds for each in find_adoption(GPU).fastest[TRAINING, torch.float32, DIM]] == [1.0, 1.0, 1.5]
+    assert attend(), "the slowest supports the call"
+    with monkeypatch.context() as patched:
+        patched.setitem(registry._KERNELS, NAME, stand_in(backward=None))
+        assert not attend()
+    save(verdict(TRAINING, options={"backward": "single_pass"}))
+    assert not attend(), "a kernel of another project takes no config"
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_hopper_kernels_are_used_only_for_tensors_that_tma_can_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adopted, "check_kernel_features", lambda *_, **__: None)  # without a GPU none has this kernel
+    save(verdict(FORWARD, backend="triton", options={"forward_kernel": "hopper"}))
+    fit, odd = torch.zeros(1, 48, 2, DIM), torch.zeros(48 * 2 * DIM + 1)[1:].view(1, 48, 2, DIM)
+    call: dict[str, Any] = {"args": AttentionArgs(), "layouts": (), "mask": Mask(), "scores": PLAIN}
+    for odd_one in (None, "q", "k", "v"):
+        q, k, v = (odd if name == odd_one else fit for name in "qkv")
+        kernel = adopted.find_adopted_kernel(q, k, v, **call, needs_backward=False, by_row=False)
+        assert (kernel is None) == (odd_one is not None), odd_one
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -333,6 +362,30 @@ def test_a_record_of_another_setup_is_not_used(name: str, monkeypatch: pytest.Mo
     assert f"was made with {name} {getattr(SETUP, name)}, now other: run" in find_adoption(GPU).problem
 
 
+def test_a_setup_names_the_gpu_and_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "driver_version", lambda: "580.1")
+    assembler = str(get_ptxas(GPU.arch).version)
+    expected = Setup("Test GPU", "580.1", triton.__version__, assembler, torch.__version__, ringattn.__version__)
+    assert adopted.current_setup(GPU) == expected and assembler[0].isdigit()
+    monkeypatch.setattr(nvml, "driver_version", Mock(side_effect=nvml.NvmlUnavailableError))
+    assert adopted.current_setup(GPU) == expected._replace(driver="unknown")
+
+
+@pytest.mark.parametrize(("portable", "spread", "faster"), [(1.5, 0.4, True), (1.5, 0.5, False), (1.0, -0.5, False)])
+def test_a_kernel_is_faster_by_more_than_the_spread(portable: float, spread: float, faster: bool) -> None:
+    assert adopted.is_faster(1.0, portable, spread) is faster
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(("owner", "problem"), [(0, ""), (1234, ""), (4321, "belongs to user 4321, not to 1234")])
+def test_only_records_of_this_user_and_root_are_used(owner: int, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = save().stat()
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: os.stat_result((*status[:4], owner, *status[5:10])))
+    adoption = find_adoption(GPU)
+    assert (problem in adoption.problem) and (adoption.record is None) is adoption.is_refused is bool(problem)
+
+
 def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
     def apply(path: Path) -> None:
         data = json.loads(path.read_text())
@@ -347,12 +400,6 @@ def replace_by_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def give_away(path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root can give a file away")
-    os.chown(path, 4321, -1)
-
-
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(
     ("damage", "reason"),
@@ -364,13 +411,13 @@ def give_away(path: Path) -> None:
         (lambda path: (path.unlink(), path.mkdir()), "not a regular file"),
         (lambda path: (path.unlink(), path.symlink_to("/nowhere")), "No such file"),
         (replace_by_fifo, "not a regular file"),
-        (give_away, "belongs to user 4321"),
         (edit(lambda data: data.update(extra=1)), "unknown field 'extra'"),
         (edit(lambda data: data.update(version=2)), "version is 2"),
         (edit(lambda data: data.pop("setup")), "setup"),
         (edit(lambda data: data["setup"].update(driver=5)), "setup.driver is 5"),
         (edit(lambda data: data["verdicts"][0].update(seconds=3.0)), "adopted is true"),
         (edit(lambda data: data["verdicts"][0].update(seconds=None)), "adopted is true"),
+        (edit(lambda data: data["verdicts"][0].update(passed=False)), "adopted is true"),
         (edit(lambda data: data["verdicts"][0].update(phase="dreaming")), "phase is 'dreaming'"),
         (edit(lambda data: data["verdicts"][0].update(options={"forward": "x"})), "options has 'forward'"),
         (edit(lambda data: data["verdicts"][0].update(options={"backward": "x"})), "backward is 'x'"),

@@ -18,18 +18,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Layout, LocalWorld, Ring, halo, positions, relayout, ring_attention, roll, shard, unshard
 from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, TransportError
 from ringattn.comm.control import open_control
-from ringattn.kernels import KernelConfig, Tile
+from ringattn.kernels import KernelConfig, Scores, Tile
 from ringattn.ring import BlockMask, Intervals, bigbird, fixed, longformer, prefix_tree, slices, strided
 from ringattn.ring import prepare as prepare_module
 from ringattn.ring import ring as ring_module
-from ringattn.ring.args import ARG_SPECS, AttentionArgs, Compare, Options
-from ringattn.ring.ops import pack_call
+from ringattn.ring.args import ARG_SPECS, AttentionArgs, Compare, Options, take_args
+from ringattn.ring.ops import pack_call, unpack_call
 from ringattn.ring.prepare import Call, autocast_inputs, check_sink, prepare_call
+from ringattn.ring.ring import call_device
 from ringattn.ring.schedule.layout import Documents
 
 from ..support.rank_processes import group_results
@@ -121,7 +123,13 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"intervals": [(EIGHT % 3, EIGHT + 1)]}, r"intervals\[0\] is \[0, 4\) at position 3, after \[2, 3\) at position"),
     ({"intervals": [(EIGHT, EIGHT + 1), (EIGHT // 4 * 4, EIGHT // 4 * 4 + 1)]}, r"intervals\[1\] overlaps"),
     ({"intervals": [(EIGHT - 1, EIGHT + 1)]}, r"intervals\[0\] begins at -1 at position 0: it must begin at 0 or"),
-    ({"intervals": Intervals([(EIGHT, EIGHT + 1)], EIGHT), "alibi_slopes": torch.ones(4)}, "alibi_slopes cannot be"),
+    *(
+        (
+            {"intervals": Intervals([(EIGHT, EIGHT + 1)], EIGHT), "causal": True, name: value},
+            f"{name} cannot be used with",
+        )
+        for name, value in (("alibi_slopes", torch.ones(4)), ("islands", [(1, 3)]), ("prefix_length", 3))
+    ),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be between 0 and 8"),
     ({"k": x(4, 2), "v": x(4, 2), "kv_layout": Layout.contiguous(4, 1), "seqused_k": [5, 4]}, r"seqused_k\[0\] is 5"),
@@ -145,7 +153,12 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"first_head": -1}, r"first_head is -1: it must be"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 of shape \[3\] on cpu: .* \[4\] or \[2, 4\]"),
     ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\), but the Longformer"),
-    ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, but kv_layout has 9 for rank 0"),
+    ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, but kv_layout has 9 for rank 0$"),
+    ({"block_mask": BlockMask(torch.ones(2, 3).bool(), 4), "kv_layout": Layout([[(0, 2), (4, 6)]])}, "kv_layout gives"),
+    (
+        {"intervals": [(EIGHT, EIGHT + 3)], "kv_layout": Layout([[(0, 9)]]), "k": x(9, 2), "v": x(9, 2)},
+        "intervals ends at 10 at position 7: it must end at 9",
+    ),
     ({"q": x(4, 8), "k": x(2, 8), "v": x(2, 8)}, r"k has 2 tokens and q has 4: .* pass q.transpose\(1, 2\)"),
     ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, but layout has 4 for rank 0\. .* pass q.transpose\(1, 2\)"),
     (BFLOAT16, "tensors are torch.bfloat16 on the CPU"),
@@ -310,6 +323,7 @@ def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> Any:
         ({"dropout_p": 0.5, "dropout_seed": -3}, "dropout_seed is -3: it must be"),
         ({"dropout_p": 0.5, "dropout_seed": 2**64 + 5}, "dropout_seed is 18446744073709551621: it must be"),
         ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient"),
+        ({"learnable_sink": torch.zeros(4).to_sparse()}, "learnable_sink is a torch.sparse_coo tensor"),
     ],
 )
 def test_refusals_through_the_op_of_a_graph(change: dict[str, Any], message: str) -> None:
@@ -347,7 +361,10 @@ def test_torch_func_transforms_are_refused(door: str) -> None:
 
 
 def dtensors(rank: int) -> list[str]:
-    """Replace every tensor by a DTensor, in eager mode and where a graph ends; return the refused names."""
+    """Replace every tensor by a DTensor, in eager mode and where a graph ends; return the refused names.
+
+    A graph also finds process groups and meshes again.
+    """
     tensor = import_module("torch.distributed.tensor")  # lazily, because importing ringattn must not import it
     mesh = init_device_mesh("cpu", (1,))
     fit, refused = DOORS["ring_attention"][1], []
@@ -358,6 +375,9 @@ def dtensors(rank: int) -> list[str]:
             with pytest.raises(ValueError, match=rf"{name} is a DTensor: .*\. Pass {name}.to_local\(\)"):
                 call(**fit | {name: tensor.distribute_tensor(x, mesh, [tensor.Replicate()])})
             refused.append(name)
+    of_world, of_some = dist.group.WORLD, dist.new_group([0])
+    for group, expected in ((None, of_world), (of_world, of_world), (of_some, of_some), (mesh, mesh.get_group())):
+        assert unpack_call(pack_call(AttentionArgs(), None, group), torch.device("cpu")).ring.group is expected
     return refused
 
 
@@ -481,6 +501,7 @@ OF_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head dim": ({}, {"v": x(8, 2, 8)}),
     "dtype": ({}, {name: x(8, heads).half() for name, heads in (("q", 4), ("k", 2), ("v", 2))}),
     "gradient": ({}, {"q": x(8, 4).requires_grad_()}),
+    "keys per rank": ({"kv_layout": "zigzag"}, {"kv_layout": "zigzag", "k": x(9, 2), "v": x(9, 2)}),
 }
 ALWAYS = ("layout", "dropout_seed", "backend")  # other arguments may be given on one rank only
 CASES = [
@@ -556,6 +577,8 @@ def test_differing_shard_arguments_are_refused_on_both_ranks(
             calls = OF_SHARDS[name]
             for call in (*calls, *calls) if door is shard else ():  # nothing is sent, so only the comparison could fail
                 door(**fit | call, group=where)
+            if name == "dim" and door is shard:
+                door(**fit | {"dim": (1, -3)[group.rank()]}, group=where)
             # a different dim also changes the shape and the layout
             with pytest.raises(ValueError, match=f"^{'(shape|layout)' if name == 'dim' else name} differs"):
                 door(**fit | calls[group.rank()], group=where)
@@ -590,10 +613,13 @@ def test_a_ring_refuses_a_second_device() -> None:
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
         with pytest.raises(ValueError, match="q is on meta, but this ring works on cpu"):
             ring.open(torch.device("meta"))
+    assert call_device(WHOLE.to("meta"), 5, WHOLE).type == "cpu"  # the device whose ring can report the error
 
 
 def test_recording_ends_with_its_block() -> None:
     with Ring() as ring:
+        with pytest.raises(ValueError, match="Make one call with this ring first"), ring.record():
+            pass
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
         with ring.record() as trace:
             ring_attention(**DOORS["ring_attention"][1], ring=ring)
@@ -628,6 +654,25 @@ def test_a_call_uses_the_config_with_room_for_transfers(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Ring, "with_sm_margin", leaving_room)
     assert (prepared(Ring(), backend="triton", config=given).config, asked) == (roomy, [given])
+
+
+def test_settings_of_the_ring_reach_the_loops() -> None:
+    scores = Scores(softcap=2.0)
+
+    def on_rank(group: LocalGroup) -> None:
+        for wire in (None, "bfloat16"):
+            with Ring(group, prefetch=1, slots=4, wire_dtype=wire, grad_wire_dtype=wire) as ring:
+                plan = prepared(ring, layout="contiguous").plan
+                assert [ring.transport] == [transport.name for transport in ring._transports]  # opened with the plan
+                with ring.call(plan, "backward", x(8, 4), x(8, 2), scores, 2) as call:
+                    assert ring._watch is not None and call.on_post == ring._watch.add_post
+                    assert (call.plan, call.phase, call.prefetch, call.scores) == (plan, "backward", 1, scores)
+                    assert [each and each.name for each in (call.wire, call.grad_wire)] == [wire, wire]
+                    assert [heads.kv for heads in call.heads] == [slice(0, 1), slice(1, 2)]
+                    counts = 2 * (plan.kv_slots + (wire is not None)), 2 * plan.dkv_slots
+                    assert (call.kv_slots.count, call.dkv_slots.count) == counts
+
+    run_ranks(2, on_rank)
 
 
 def test_direction_slots_and_topology_of_the_ring_reach_the_plan() -> None:
@@ -686,6 +731,8 @@ def test_signature_options_and_op_entries_agree() -> None:
     # an overload per type of result has this argument
     assert {*Options.__annotations__, "return_max_logits"} == {*named, "ring", "group"} < {*named, *others}
     assert [*ARG_SPECS] == [*named]
+    local_vars = named | others
+    assert take_args(local_vars)._asdict() == named and not local_vars  # the frame keeps them, and with them tensors
 
 
 @pytest.mark.parametrize(

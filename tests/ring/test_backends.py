@@ -13,6 +13,7 @@ from ringattn import Layout, Ring, ring_attention
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import KernelConfig, Tile, attention_delta
 from ringattn.kernels.attention import ForwardLauncher
+from ringattn.kernels.launch import is_tma_aligned
 from ringattn.kernels.single_pass import SinglePassLauncher
 from ringattn.ring import loop, ops, prepare
 from ringattn.ring.local import fused
@@ -73,6 +74,28 @@ def test_hopper_ring_is_exact(launches: Launches, monkeypatch: pytest.MonkeyPatc
 
 
 pytestmark = pytest.mark.usefixtures("one_core")
+
+
+@pytest.mark.parametrize("is_adopted", [True, False])
+def test_an_adopted_kernel_gets_an_aligned_gradient(is_adopted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adopted kernel may load by TMA, unlike the kernel that the call would get without adoption."""
+    seen: list[bool] = []
+
+    class Kernel(fused.TritonAttention):
+        def backward(self, dout: torch.Tensor, *rest: Any, **more: Any) -> Any:
+            seen.append(is_tma_aligned(dout))
+            return super().backward(dout, *rest, **more)
+
+    config = KernelConfig(TILE, TILE, TILE)
+    monkeypatch.setattr(prepare, "find_adopted_kernel", lambda *_, **__: (Kernel(), config))
+    q, k, v = (torch.randn(1, 8, 1, 16, requires_grad=True) for _ in range(3))
+    call: dict[str, Any] = {} if is_adopted else {"backend": Kernel(), "config": config}
+    out = ring_attention(q, k, v, **call)
+    dout = torch.randn(out.numel() + 1)[1:].view(out.shape)
+    grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    assert seen == [is_adopted]
+    torch.testing.assert_close(grads, torch.autograd.grad(out, (q, k, v), dout.clone()), rtol=0, atol=0)
+
 
 MODES = ("single_pass", "single_pass_deterministic")
 

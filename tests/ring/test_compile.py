@@ -270,6 +270,9 @@ def test_a_mesh_frees_the_first_exchange_before_the_last(monkeypatch: pytest.Mon
     monkeypatch.setattr(ulysses, "tokens_for_heads", last_exchange)
     run(compiled(), inputs(), group=single_rank().mesh(1, 1))
     assert counts == [3, 0, 6, 0]
+    with torch.no_grad():
+        block(*inputs(), group=single_rank().mesh(1, 1))
+    assert counts[4:] == [3, 0]
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
@@ -389,6 +392,17 @@ def test_opcheck(name: str) -> None:
     leaves = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
     op, args = torch.ops.ringattn.ring_attention_backward.default, (leaves[0], None, *leaves[1:], numbers, *packed)
     torch.library.opcheck(op, args, test_utils=NO_BACKWARD)
+
+
+def test_ops_stay_out_of_cuda_graphs() -> None:
+    """The ops wait for other ranks on the host, which a CUDA graph cannot replay."""
+    for op in (torch.ops.ringattn.ring_attention, torch.ops.ringattn.ring_attention_backward):
+        assert torch.Tag.cudagraph_unsafe in op.default.tags
+
+
+def test_a_graph_refuses_slopes_that_need_a_gradient() -> None:
+    with pytest.raises(Exception, match="alibi_slopes requires a gradient"):
+        compiled()(*inputs(), alibi_slopes=torch.ones(HEADS, requires_grad=True))
 
 
 def test_the_backward_op_refuses_to_be_differentiated() -> None:

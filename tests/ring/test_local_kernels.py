@@ -152,6 +152,8 @@ LIMITED = Supports(devices=("cpu",), dtypes=(torch.float32,), head_dims=range(8,
 BARE = RectangleAttention("bare", forward, supports=LIMITED)
 FULL_ONLY = Dense()
 FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
+STATEFUL = Dense()
+STATEFUL.supports = Supports(features=("bounds", "state"))
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,7 @@ FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
         (FULL_ONLY, {"key_mask": torch.tensor([[True, False] * 8])}, "masks with an interval of keys per query row"),
         (FULL_ONLY, {"seqused_k": [9]}, "different number of keys in each batch row"),
         (FULL_ONLY, {"block_mask": torch.ones(4, 4).tril().bool()}, "block-sparse"),
+        (STATEFUL, {"learnable_sink": torch.zeros(2)}, "a start state before the first key"),
         (RectangleAttention("gpu", forward, supports=Supports(("cuda",))), {}, "q on cpu: it supports cuda"),
         ("unheard of", {}, "backend is 'unheard of': it must be one of auto, triton, flash, .*, aten, sdpa"),
         (Dense, {}, "backend is .*: it must be a name or a LocalAttention"),
@@ -227,6 +230,13 @@ class WrongDelta(Dense):
         return torch.zeros(1)
 
 
+class WrongDq(Dense):
+    def backward(self, *given: Any, **options: Any) -> Any:
+        shards = super().backward(*given, **options)
+        shards.result = lambda: torch.zeros(1)  # type: ignore[method-assign]
+        return shards
+
+
 def nothing(*_: Any, **__: Any) -> Any:
     return None
 
@@ -258,6 +268,16 @@ def test_kernels_that_lose_gradients_are_refused() -> None:
     refusals(WithoutAccum(), RuntimeError, "dkdv did not call accum", causal=True)
     sink = torch.zeros(2, requires_grad=True)
     refusals(WrongDelta(), RuntimeError, r"backend 'dense' returned delta as .*\[1\]", learnable_sink=sink)
+    refusals(WrongDq(), RuntimeError, r"backend 'dense' returned dq as .*\[1\]")
+
+
+def test_a_nan_is_found_in_any_call() -> None:
+    x, factors = torch.randn(1, 8, 2, 8), [1.0]
+    kernel = changed(lambda out, lse: (out, lse * factors[0]))
+    ring_attention(x, x, x, backend=kernel)
+    factors[0] = torch.nan
+    with pytest.raises(RuntimeError, match="backend 'wrong' returned NaN in lse"):
+        ring_attention(x, x, x, backend=kernel)
 
 
 def test_a_wrong_kernel_on_one_rank_stops_every_rank() -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from ringattn import Layout
-from ringattn.comm import Placed
+from ringattn.comm import Placed, Slots
 from ringattn.comm.topology.topology import Topology
-from ringattn.ring import Mask
-from ringattn.ring.buffers import RingCall, build_payload
-from ringattn.ring.loop import partial_sums
+from ringattn.ring import Mask, Trace
+from ringattn.ring.buffers import Chunk, Heads, RingBuffer, RingCall, build_payload
+from ringattn.ring.dkv import DkvAccumulators
+from ringattn.ring.loop import compute_dkdv, partial_sums
 from ringattn.ring.schedule.schedule import schedule
 
 from ..support.rendezvous import run_ranks
@@ -127,6 +128,40 @@ def test_parts_before_the_last_are_added_in_fp32() -> None:
     assert [{x.dtype for x in into} for into in sums] == [{torch.float32}, {torch.float16}]
 
 
+def test_dkv_that_only_pass_through_are_not_waited_for() -> None:
+    call, dkv, chunk = Mock(**{"plan.is_outer_root.return_value": False}), Mock(), Mock(**{"plan.hop_masks": [()]})
+    compute_dkdv(call, Mock(), dkv, Mock(), Mock(index=0), chunk)
+    assert [name for name, *_ in dkv.mock_calls] == ["incoming_dkv"]
+
+
+def test_own_dkv_are_summed_in_fp32_and_in_place_if_possible() -> None:
+    """Rounding the sum of the nodes to 16 bits would cost one more rounding."""
+    chunk, exact = Mock(**{"plan.returns_once": False}), (torch.zeros(1), torch.zeros(1))
+    for dkdv, expected in (
+        (exact, exact),
+        (tuple(x.half() for x in exact), "fp32"),
+        ((exact[0].half(), *exact), "fp32"),
+    ):
+        sums = Mock(_totals={}, _own_shard=lambda _: "fp32")
+        for _ in range(2):
+            assert DkvAccumulators.own_accumulator(sums, chunk, dkdv) is expected
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_views_of_slots_are_cached_and_one_rank_needs_no_memory(hops: int) -> None:
+    heads, pair = Heads(0, slice(0, 2), slice(0, 4)), (torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 8))
+    chunk = Chunk(0, heads, Mock(lengths=(3,) * hops))
+    call: Any = Mock(chunks=(chunk,), heads=(heads,), plan=Mock(lengths=(3,), hops=[0] * hops, max_shard_keys=3))
+    slots = Slots(1, torch.device("cpu"))
+    buffer, hop = RingBuffer(call, slots, pair, torch.float32, None), Mock(index=hops - 1)
+    assert (slots.nbytes > 0) == (hops > 1)
+    for view in (buffer.buffers, buffer.slot_payload) if hops > 1 else ():
+        where = (0, hop, chunk) if view == buffer.buffers else (1, 0, hop, chunk)
+        assert view(*where) is view(*where)
+    first, second = buffer.staging(hop, chunk), buffer.staging(hop, chunk)
+    assert first is second and [x.shape for x in first] == [x.shape for x in pair]
+
+
 def test_a_post_reports_its_sizes_and_leaves_out_empty_tensors() -> None:
     reports: list[Any] = []
     call = RingCall(
@@ -138,3 +173,11 @@ def test_a_post_reports_its_sizes_and_leaves_out_empty_tensors() -> None:
     assert sends.messages == (Placed(1, here[0], there[0]),)
     call.post(0, Mock(), sends, receives, [])
     assert reports == [([], ((1, 12),), ((2, 20),))]
+    fence, trace = Mock(), Trace(torch.device("cpu"))
+    trace.wrap_call(call).post(0, Mock(), sends, receives, [fence])
+    first, begin = call.transports[0].post.call_args.kwargs["after"]  # type: ignore[attr-defined]
+    assert first is fence  # a transfer begins when everything that it waits for is done
+    begin.wait()
+    begun = begin.at
+    begin.wait()
+    assert begin.at == begun and begin.done()

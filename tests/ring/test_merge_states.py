@@ -80,6 +80,7 @@ OUT = torch.zeros(1, 3, 2, 4)
         ([OUT], [], "outs has 1 tensors and lses has 0"),
         ([5], [torch.zeros(1, 2, 3)], r"outs\[0\] is int: it must be a torch.Tensor"),
         ([OUT], [torch.zeros(1, 3, 2)], r"lses\[0\] is .* \[1, 3, 2\] .*: it must be \[B, H, S\]"),
+        ([OUT], [torch.zeros(1, 2, 3, device="meta")], r"lses\[0\] is .* on meta: it must be \[B, H, S\]"),
         ([torch.zeros(3, 2, 4)], [torch.zeros(2, 3)], r"outs\[0\] is .*: it must be a floating-point tensor of shape"),
         ([OUT, OUT.half()], [torch.zeros(1, 2, 3)] * 2, r"outs\[1\] is torch.float16 .*: it must be like outs\[0\]"),
     ],

@@ -139,6 +139,15 @@ def test_gradients_of_gradients() -> None:
     run_ranks(2, call)
 
 
+def test_inputs_that_need_a_gradient_do_not_matter_without_autograd() -> None:
+    def call(group: LocalGroup) -> None:
+        x = torch.arange(12.0).view(2, 6).requires_grad_(group.rank() == 1)
+        with torch.no_grad():
+            assert relayout(x, "zigzag", "zigzag", group=group).equal(x)
+
+    run_ranks(2, call)
+
+
 def halves(second: int) -> Layout:
     """Return a layout of 6 tokens from 0 and 6 tokens from ``second``."""
     return Layout([[(0, 6)], [(second, 6)]])
@@ -174,6 +183,7 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (roll, {"shift": 1.5, "layout": "zigzag"}, "^shift is 1.5: it must be"),
     (roll, {"shift": 1, "layout": halves(7)}, "^the layout holds 12 of the positions 0 to 12"),
     (roll, {"shift": 1, "layout": "zigzag", "cu_seqlens": [0, 11]}, "^cu_seqlens ends at 11: it must end at 12"),
+    (halo, {"left": 1, "right": 1, "layout": halves(7)}, "^the layout holds 12 of the positions 0 to 12"),
     (halo, {"left": -1, "right": 0, "layout": "zigzag"}, r"^left is -1: it must be an integer from 0 to 2\^16"),
     (halo, {"left": 0, "right": 65537, "layout": "zigzag"}, r"^right is 65537: it must be an integer from 0 to 2\^16"),
     (halo, {"left": 1 << 31, "right": 0, "layout": "zigzag"}, "^left is 2147483648: it must be"),

@@ -130,7 +130,7 @@ def test_log_probabilities_of_each_sequence(world: int, layout: str, grad: str) 
 
     def on_rank(group: Any) -> tuple[Tensor, Tensor]:
         logits = layout_.shard(whole, group.rank(), 0).detach().requires_grad_()
-        rows, targets = tree.next_tokens(layout_.positions(group.rank()))
+        rows, targets = tree.next_tokens(layout_.positions(group.rank()).byte())
         logprobs = logits[rows].log_softmax(-1)[torch.arange(len(rows)), tokens[targets]]
         paths = tree.gather_logprobs(logprobs, layout=layout_, group=group, grad=grad)
         total = loss(paths) / (world if grad == "sum" else 1)
@@ -193,7 +193,8 @@ def test_masks_of_too_many_positions_are_refused() -> None:
 @pytest.mark.parametrize("call", [
     lambda tree: tree.next_tokens(torch.tensor([-1])),
     lambda tree: tree.next_tokens(torch.tensor([4])),
-    lambda tree: tree.next_tokens(torch.tensor([3, 3])),
+    lambda tree: tree.next_tokens(torch.tensor([3, 0, 3])),
+    lambda tree: tree.next_tokens(torch.tensor([[0, 1]])),
     lambda tree: tree.next_tokens([0, 1]),
     lambda tree: tree.path(3),
     lambda tree: tree.path("1"),

@@ -6,9 +6,11 @@ import gc
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,14 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention, unshard
+from ringattn import Layout, LocalWorld, Ring, ring_attention, single_rank, unshard
 from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message, TransportError
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
 from ringattn.conformance.cases import pairwise_cases
 from ringattn.kernels import attention
 from ringattn.ring import ring as ring_module
+from ringattn.ring.args import AttentionArgs
 from ringattn.ring.buffers import PostKey, RingCall
+from ringattn.ring.ops import call_forward_op
 from ringattn.ring.ring import default_ring
 
 from ..support.kernel_cases import tiles
@@ -129,7 +133,7 @@ def test_more_chunks_than_key_heads_are_exact(
 
 
 def test_calls_of_different_shapes_share_one_ring() -> None:
-    """Slots are reused by other batch sizes, heads, head dims and dtypes; the largest call comes first."""
+    """Slots are reused by other batch sizes, heads, head dims, dtypes and chunks; the largest call comes first."""
     layout = Layout.contiguous(48, 3)
     calls = [
         inputs(48, (4, 4)), inputs(48, (4, 4), batch=1), inputs(48, (4, 2)), inputs(48, (4, 4), (8, 16)),
@@ -137,15 +141,20 @@ def test_calls_of_different_shapes_share_one_ring() -> None:
     ]  # fmt: skip
 
     def on_rank(group: LocalGroup) -> list[torch.Tensor]:
-        outs = []
-        with Ring(group, chunks=2) as ring:
-            for whole in (*calls, *calls):
+        outs, slots = list[Tensor](), None
+        with Ring(group) as ring:
+            for number, whole in enumerate((*calls, *calls, *calls)):
+                ring.chunks = 1 if len(calls) <= number < 2 * len(calls) else 2
                 outs.append(ring_attention(*shards(layout, whole, group), layout=layout, ring=ring))
+                slots = slots if number else ring._kv
+                assert ring._kv is slots  # the first call needs the most memory
         return outs
 
     results = [layout.unshard(parts) for parts in zip(*run_ranks(3, on_rank), strict=True)]
     alone = [run_ring(layout, whole, ring={"chunks": 2}).out for whole in calls]
-    assert all(torch.equal(result, other) for result, other in zip(results, (*alone, *alone), strict=True))
+    count = len(calls)
+    assert all(map(torch.equal, results[:count], alone)) and all(map(torch.equal, results[2 * count :], alone))
+    torch.testing.assert_close(results[count : 2 * count], alone)  # other chunks round differently
 
 
 @pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
@@ -206,7 +215,7 @@ def test_a_world_releases_its_memory() -> None:
 def test_every_edge_is_warmed_up_before_it_is_used(exchanges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A two-sided window skips a rank, and an exchange uses every edge."""
     layout, whole = Layout.contiguous(32, 4), inputs(32)
-    warm, used, late = set[Edge](), set[Edge](), set[Edge]()
+    warm, used, late = Counter[Edge](), set[Edge](), set[Edge]()
     warm_up, post = LocalTransport.warm_up, LocalTransport.post
 
     def warming(transport: LocalTransport, edges: Sequence[Edge]) -> None:
@@ -216,7 +225,7 @@ def test_every_edge_is_warmed_up_before_it_is_used(exchanges: bool, monkeypatch:
     def checking(transport: LocalTransport, *, sends: Sequence[Message], **rest: Any) -> Fence:
         edges = {(transport.rank, message.peer) for message in sends}
         used.update(edges)
-        late.update(edges - warm)
+        late.update(edges - warm.keys())
         return post(transport, sends=sends, **rest)
 
     monkeypatch.setattr(LocalTransport, "warm_up", warming)
@@ -224,13 +233,14 @@ def test_every_edge_is_warmed_up_before_it_is_used(exchanges: bool, monkeypatch:
 
     def calls(group: LocalGroup) -> None:
         with Ring(group) as ring:
-            if exchanges:
+            for _ in range(2 * exchanges):
                 unshard(whole["q"][:, :8], layout=layout, group=group, grad="sum")
-            for window in () if exchanges else ((-1, -1), (9, 9)):
+            for window in () if exchanges else ((-1, -1), (9, 9)) * 2:
                 ring_attention(*shards(layout, whole, group), layout=layout, ring=ring, window_size=window)
 
     run_ranks(4, calls)
-    assert used - set(ring_edges(range(4))) and not late
+    later = used - set(ring_edges(range(4)))  # opening a transport warms up the edges between neighbours
+    assert {warm[edge] for edge in later} == {4} and not late  # once per rank, although there are two calls
 
 
 @pytest.mark.parametrize("then", ["a call that takes more slots", "close"])
@@ -271,36 +281,120 @@ def test_slots_of_a_failed_call_are_freed_after_its_transfers(then: str, monkeyp
         world.run(calls)
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_an_error_beside_calls_aborts_the_transports_of_a_ring(fails: bool) -> None:
-    layout, whole = Layout.contiguous(8, 2), inputs(8)
-
-    def on_rank(group: LocalGroup) -> list[str]:
-        reasons = list[str]()
-        with suppress(LookupError), Ring(group) as ring:
-            ring_attention(*shards(layout, whole, group), layout=layout, ring=ring)
-            transport: Any = ring._opened[0]
-            transport.abort = reasons.append
-            if fails:
-                raise LookupError("mine")
-        return reasons
-
-    assert [["mine" in reason for reason in reasons] for reasons in run_ranks(2, on_rank)] == [[True] * fails] * 2
-
-
-def test_a_value_that_does_not_arrive_raises_the_failure_of_the_ring() -> None:
-    ring = Mock(size=2)
-    ring._values.gather.side_effect = TransportError("no answer")
-    ring._watch.report_failure = lambda error: LookupError(f"rank 1 failed: {error}")
+def test_a_value_or_transfer_that_does_not_arrive_raises_the_failure_of_the_ring() -> None:
+    ring, error = Mock(size=2, _broken=""), TransportError("no answer")
+    ring._values.gather.side_effect = error
+    watch = ring._watch = ring._get_watch.return_value
+    watch.report_failure = lambda error: LookupError(f"rank 1 failed: {error}")
     with pytest.raises(LookupError, match="rank 1 failed: no answer"):
         Ring._gather(ring, 0, "a value")
+    refused = pytest.raises(LookupError, match="rank 1 failed: no answer")
+    with refused as raised, Ring._watched_call(ring, "forward", torch.device("cpu")):
+        raise error
+    assert raised.value.__cause__ is error and ring._broken == repr(error)
+    assert [name for name, *_ in watch.method_calls] == ["begin_loop", "end_loop"]
+
+
+@pytest.mark.parametrize(
+    ("device", "group", "given", "expected"),
+    [
+        ("cuda", object(), None, GRIDS["2x2"]),
+        ("cuda", object(), GRIDS["4x2"], GRIDS["4x2"]),
+        ("cuda", Mock(spec=LocalGroup), None, None),
+        ("cpu", object(), None, None),
+    ],
+)
+def test_a_ring_of_gpus_discovers_its_topology(
+    device: str, group: object, given: Topology | None, expected: Topology | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of slots is checked again for the topology. Virtual ranks share one GPU and discover nothing."""
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(ring_module, "discover_topology", lambda control, device: GRIDS["2x2"])
+    monkeypatch.setattr(ring_module, "open_transports", lambda group, **given: options.update(given) or ("open",))
+    ring: Any = Mock(topology=given, group=group, _transports=(), _opened=[], slots=3, limits="limits")
+    ring._open_options = partial(Ring._open_options, ring)
+    opened: Any = Ring.open(ring, torch.device(device))
+    assert opened == ("open",) and Ring.open(ring, torch.device(device)) is opened
+    assert ring._set_slots.called == (given is None and expected is not None) and ring._opened == ["open"]
+    wanted = {"device": torch.device(device), "topology": expected, "limits": "limits"}
+    assert options.items() > wanted.items() and options["transport"] is ring._transport
+
+
+@pytest.mark.parametrize("given", ["auto", Mock()])
+def test_exchanges_use_the_transport_between_nodes(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport inside a node does not reach all ranks; a factory makes one that does."""
+    monkeypatch.setattr(ring_module, "open_transport", lambda group, transport, **_: ("flat", transport))
+    ring = Mock(_transport=given, _flat=None, _opened=[], _open_options=lambda _: {})
+    ring.open.return_value = [SimpleNamespace(name=name) for name in ("inside", "between")]
+    flat: Any = Ring.open_flat(ring, torch.device("cpu"))
+    assert flat == ("flat", "between" if given == "auto" else given)
+    assert Ring.open_flat(ring, torch.device("cpu")) is flat and ring._opened == [flat]
+
+
+@pytest.mark.parametrize("failed", ["", "mine"])
+def test_closing_a_ring_releases_everything_despite_errors(failed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are drained while the watchdog can still end their transfers. Those of a failed call are aborted first."""
+    ring, held = Ring(), Mock()
+    ring._kv, ring._dkv, ring._watch, ring._control = held.kv, held.dkv, held.watch, held.control
+    ring._opened, ring._partners, ring._broken = [held.first, held.second], {Mock(): held.partner}, failed
+    for part in (held.kv.drain, held.partner.close, held.watch.close, held.second.close):
+        part.side_effect = TransportError("gone")
+    with monkeypatch.context() as forked:
+        forked.setattr(ring_module, "os", Mock())  # getpid
+        ring.close()
+    assert not held.mock_calls, "these belong to the parent process"
+    ring.close()
+    steps = ["kv.drain", "dkv.drain", "partner.close", "watch.close", "second.close", "first.close", "control.close"]
+    assert [name for name, *_ in held.mock_calls] == ["first.abort", "second.abort"] * bool(failed) + steps
+    assert all(failed in args[0] for name, args, _ in held.mock_calls if "abort" in name)
+    ring.close()
+    assert len(held.mock_calls) == len(steps) + 2 * bool(failed)
+
+
+def test_slots_that_are_too_few_are_drained_and_released() -> None:
+    few, many = Mock(count=1), Mock(count=2)
+    assert Ring._slots(many, 2, torch.device("cpu"), None) is many and not many.method_calls
+    assert Ring._slots(few, 2, torch.device("cpu"), None).count == 2
+    assert [name for name, *_ in few.method_calls] == ["drain", "release"]
+
+
+def test_the_watchdog_gets_what_a_ring_opens_and_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "open_watch", lambda group, device, **given: SimpleNamespace(**given))
+    monkeypatch.setattr(ring_module, "GpuReader", lambda device: ["reader", device])
+    for device in map(torch.device, ("cpu", "cuda")):
+        ring = Ring(deadline=7.0)
+        given: Any = ring._get_watch(device)
+        ring._opened.append(Mock())
+        assert given.transports() == ring._opened and given.control is ring._control is not None
+        reader = ["reader", device] if device.type == "cuda" else None
+        assert (given.deadline, given.failure_group, given.gauges) == (7.0, ring._rings, reader)
+
+
+def test_a_second_call_at_the_same_time_fails_both() -> None:
+    def on_rank(group: LocalGroup) -> None:
+        cpu = torch.device("cpu")
+        refused = partial(pytest.raises, RuntimeError, match="in use by a call in another thread")
+        with Ring(group) as ring, refused(), ring._call_guard(cpu), refused(), ring._call_guard(cpu):
+            raise AssertionError("the second call began")
+
+    run_ranks(2, on_rank)
+
+
+def test_a_sink_is_not_modified() -> None:
+    """The kernels update the start state, which must not share the sink's memory even for one query of one row."""
+    q, k, v = (torch.randn(1, rows, 2, 16) for rows in (1, 8, 8))
+    sink = torch.tensor([0.5, -1.0])
+    for backend in ("triton", "aten"):
+        ring_attention(q, k, v, learnable_sink=sink, align="bottom-right", backend=backend)
+        assert sink.tolist() == [0.5, -1.0]
 
 
 def test_seeds_are_drawn_from_rank_0s_generator() -> None:
     layout, x = Layout.zigzag(32, 2), torch.ones(1, 16, 2, 16)
 
-    def calls(group: LocalGroup) -> list[Any]:
-        return [ring_attention(x, x, x, layout=layout, group=group, dropout_p=0.5) for _ in range(2)]
+    def calls(group: LocalGroup, **more: Any) -> list[Any]:
+        ring_attention(x, x, x, layout=layout, group=group)  # draws nothing
+        return [ring_attention(x, x, x, layout=layout, group=group, dropout_p=0.5, **more) for _ in range(2)]
 
     def drawn() -> list[Tensor]:
         torch.manual_seed(5)
@@ -309,16 +403,27 @@ def test_seeds_are_drawn_from_rank_0s_generator() -> None:
     (first, other), (again, _) = drawn(), drawn()
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+    torch.manual_seed(5)
+    seed = int(torch.randint(2**63 - 1, ()))
+    expected = run_ranks(2, lambda group: calls(group, dropout_seed=seed)[0])
+    assert torch.equal(first, layout.unshard(expected))
 
 
-def test_a_gradient_of_lse_may_have_any_strides() -> None:
-    leaves, sink = [torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3)], torch.zeros(2)
-    lse = ring_attention(*leaves, return_lse=True, backend="triton", learnable_sink=sink)[1]
+@pytest.mark.parametrize("on_a_mesh", [False, True])
+def test_a_gradient_of_lse_alone_may_have_any_strides(on_a_mesh: bool) -> None:
+    """The op of a graph over a mesh exchanges the gradients of both results together."""
+    q, k, v = leaves = [torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3)]
+    call: dict[str, Any] = {"backend": "triton", "learnable_sink": torch.zeros(2)}
+    if on_a_mesh:
+        out, lse, _ = call_forward_op(q, k, v, AttentionArgs(**call), None, single_rank().mesh(1, 1))
+    else:
+        out, lse = ring_attention(q, k, v, return_lse=True, **call)
     expanded, contiguous = (
         torch.autograd.grad(lse, leaves, ones, retain_graph=True)
         for ones in (torch.ones(()).expand_as(lse), torch.ones_like(lse))
     )
-    assert all(map(torch.equal, expanded, contiguous))
+    both = torch.autograd.grad((out, lse), leaves, (torch.zeros_like(out), torch.ones_like(lse)))
+    assert all(map(torch.equal, expanded, contiguous)) and all(map(torch.equal, expanded, both))
 
 
 def test_slopes_modified_before_the_backward_raise() -> None:

@@ -243,13 +243,6 @@ def test_shards_that_are_sent_in_part(ring: dict[str, Any]) -> None:
         check_case(case)
 
 
-@pytest.mark.parametrize(
-    ("world", "name", "backend"), pairwise_cases([1, 2, 3], ["causal documents", "window"], ["aten", "triton"])
-)
-def test_sinks_are_exact(world: int, name: str, backend: str) -> None:
-    check_case(case_of(world, "zigzag", MASKS[name] | {"backend": backend}, sink=True))
-
-
 def test_a_row_that_sees_only_the_sink() -> None:
     sink, queries, keys = torch.tensor([0.25, -1.0]), Layout.contiguous(8, 2), Layout([[(4, 4)], []])
     call = {"window_size": (-1, 0), "causal": True}

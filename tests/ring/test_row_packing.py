@@ -22,7 +22,7 @@ SINK = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
 HOLES = torch.rand(BATCH, TOKENS, generator=torch.Generator().manual_seed(3)) < 0.6
 AT = torch.arange(TOKENS)
 HIDING: dict[str, dict[str, Any]] = {
-    "documents": {"cu_seqlens": [[0, 36], [0, 7, 8, 8, 20, 36], [0, 30, 36]]},
+    "documents": {"cu_seqlens": ((0, 36), (0, 7, 8, 8, 20, 36), (0, 30, 36))},
     "documents as a tensor": {"cu_seqlens": torch.tensor([[0, 7, 36], [0, 36, 36], [0, 1, 36]])},
     "left padding": {"leftpad_k": [5, 0, 20]},
     "left padding as a mask": {"key_mask": torch.tensor([[11], [36], [2]]) <= AT},
@@ -84,6 +84,8 @@ def test_calls_without_keys(backend: str) -> None:
     assert out.count_nonzero() == 0 and torch.equal(lse, torch.full((2, 2, 6), -torch.inf))
     grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
     assert [grad.shape for grad in grads] == [x.shape for x in tensors] and grads[0].count_nonzero() == 0
+    out = ring_attention(*tensors[1:2] * 3, cu_seqlens=[[0, 0], [0, 0]], backend=backend)
+    assert out.shape == tensors[1].shape
 
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])
@@ -171,13 +173,10 @@ def test_equal_rows_are_not_packed(rows: dict[str, Any], plain: dict[str, Any]) 
     assert extract_row_masks(AttentionArgs(**rows), Layouts(layout, layout), BATCH)[1] is None
 
 
-ROWS: dict[str, Any] = {"key_mask": HOLES}
-
-
 def test_empty_lists_of_islands_are_no_islands() -> None:
     q, k, v = (inputs(TOKENS, batch=BATCH)[name] for name in "qkv")
-    expected = ring_attention(q, k, v, causal=True, **ROWS)
-    assert ring_attention(q, k, v, causal=True, islands=[], **ROWS).equal(expected)
+    expected = ring_attention(q, k, v, causal=True, key_mask=HOLES)
+    assert ring_attention(q, k, v, causal=True, key_mask=HOLES, islands=[]).equal(expected)
     tree = prefix_tree([TOKENS - 4, 2, 2], [-1, 0, 0]).intervals
     expected = ring_attention(q, k, v, causal=True, intervals=tree)
     assert ring_attention(q, k, v, causal=True, intervals=tree, islands=[]).equal(expected)
@@ -186,12 +185,8 @@ def test_empty_lists_of_islands_are_no_islands() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (ROWS | {"block_mask": BlockMask(torch.eye(9).bool(), 4)}, "block_mask cannot be used with key_mask, because"),
-        (ROWS | {"block_mask": longformer(4, [(0, 2)])}, "block_mask cannot be used with key_mask, because batch rows"),
         (HIDING["documents"] | {"causal": True, "prefix_length": 3}, "prefix_length cannot be used with cu_seqlens,"),
         (HIDING["left padding"] | {"alibi_slopes": torch.ones(BATCH, 4)}, "alibi_slopes cannot be used with leftpad_k"),
-        (ROWS | {"causal": True, "islands": [(3, 5)]}, "islands cannot be used with key_mask, because batch rows"),
-        (ROWS | {"intervals": [(AT, AT + 1)]}, "intervals cannot be used with key_mask, because batch rows"),
         ({"cu_seqlens": [[0, 36], [0, 9, 40], [0, 36]]}, r"cu_seqlens\[1\] ends at 40: it must end at 36, the number"),
         ({"key_mask": HOLES[:, :-1]}, r"key_mask is torch.bool \[3, 35\]: it must be a bool tensor of shape \[3, 36\]"),
         ({"key_mask": HOLES.long()}, r"key_mask is torch.int64 \[3, 36\]: it must be a bool tensor"),

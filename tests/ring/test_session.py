@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from ringattn import LocalWorld, Ring, Session, single_rank
 from ringattn.comm import GroupLike, LocalGroup, TransportError
+from ringattn.ring.ring import call_device
 
 from ..support.rank_processes import group_results
 from ..support.ring_cases import run_ranks
@@ -23,7 +25,9 @@ def mesh(member: LocalGroup) -> GroupLike:
 
 def gathered(session: Session) -> tuple[int, int, list[object]]:
     with session.call():
-        session.agree({"call": "an integration", "layout": session.resolve_layout("zigzag", 16)})
+        layout = session.resolve_layout("zigzag", 16)
+        session.agree({"call": "an integration", "layout": layout})
+        assert layout.world == session.size
         return session.rank, session.size, session.gather({"rank": session.rank})
 
 
@@ -94,6 +98,18 @@ def test_differing_calls_are_refused_on_all_ranks(by_value: bool, group: Callabl
         assert "width" in str(error)
 
 
+def test_always_compares_a_call_that_all_ranks_expect() -> None:
+    def on_rank(member: LocalGroup) -> None:
+        session = Session(member)
+        for _ in range(4):
+            with session.call():
+                session.agree({"call": "an integration"}, always=True)
+        with pytest.raises(ValueError, match="call differs between ranks"), session.call():
+            session.agree({"call": f"of rank {member.rank()}" if member.rank() else "an integration"}, always=True)
+
+    run_ranks(2, on_rank)
+
+
 def test_a_session_takes_the_ring_it_is_given() -> None:
     def on_rank(member: LocalGroup) -> bool:
         with Ring(member, chunks=2) as ring:
@@ -102,3 +118,8 @@ def test_a_session_takes_the_ring_it_is_given() -> None:
     assert all(run_ranks(2, on_rank))
     with pytest.raises(ValueError, match="ring and group are both given"):
         Session(single_rank(), ring=Ring())
+
+
+def test_a_session_works_on_the_device_it_is_given() -> None:
+    gpu, none = torch.device("cuda", 1), torch.device("meta")
+    assert [Session(device=device).device for device in (gpu, none)] == [gpu, call_device()]

@@ -311,16 +311,6 @@ def test_columns_of_a_mesh_may_make_calls_of_their_own() -> None:
     run_ranks(4, on_rank)
 
 
-def test_no_second_derivative() -> None:
-    def on_rank(group: LocalGroup) -> None:
-        leaves, mesh = qkv(group), group.mesh(2, 2)
-        (dq,) = torch.autograd.grad(attend(mesh, *leaves).square().sum(), leaves[:1], create_graph=True)
-        with pytest.raises(RuntimeError, match="no second derivative"):
-            dq.sum().backward()  # type: ignore[no-untyped-call]
-
-    run_ranks(4, on_rank)
-
-
 def test_the_exchange_takes_the_transport_and_limits_of_the_ring() -> None:
     def on_rank(group: LocalGroup) -> None:
         opened: list[Any] = []

@@ -117,10 +117,14 @@ def test_speeds_are_equal_on_all_ranks_and_feed_layouts() -> None:
             x = torch.randn(1, 4, 1, 16)
             ring_attention(x, x, x, layout="contiguous", ring=ring)
             row = RankRow(1, 0.0, "", compute=2.0 if group.rank() == 1 else 1.0)
-            ring.telemetry = lambda: (Report(group.rank(), 0.0, row),)  # type: ignore[method-assign]
+            others = Report((group.rank() + 1) % 3, 0.0, RankRow(1, 0.0, "", compute=9.0))  # as of now, or older
+            ring.telemetry = lambda: (others, Report(group.rank(), 0.0, row))  # type: ignore[method-assign]
             with pytest.raises(ValueError, match=r"work is \[1, 0, 1\]"):
                 ring.speeds([1, 0, 1])
-            return [before, *map(ring.speeds, (None, [1, 2, 1], [1000, 1000, 1]))]
+            speeds = [before, *map(ring.speeds, (None, [1, 2, 1], [1000, 1000, 1]))]
+            ring.telemetry = lambda: (Report(group.rank(), 0.0, row),) if group.rank() else ()  # type: ignore[method-assign]
+            assert ring.speeds() == before, "rank 0 has not computed yet"
+            return speeds
 
     with LocalWorld(3) as world:
         assert world.run(on_rank) == [[(1.0,) * 3, (77 / 64, 38 / 64, 77 / 64), (1.0,) * 3, (2.0, 1.0, 1 / 64)]] * 3

@@ -9,8 +9,11 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,10 +21,13 @@ import triton
 
 from ringattn import Layout
 from ringattn.autotune.compile import _compiler_view
-from ringattn.kernels import KernelConfig, warm_up
+from ringattn.kernels import PLAIN, KernelConfig, Scores, warm_up
 from ringattn.kernels.gpu import assumed_gpu
 from ringattn.ring import ops
+from ringattn.ring import warm_up as warm_up_module
+from ringattn.ring.local.fused import TritonAttention
 from ringattn.ring.warm_up import record_phase
+from ringattn.ring.wire import RoundedWire
 
 from ..support.ring_cases import inputs, run_ring
 
@@ -85,6 +91,59 @@ def test_recorded_kernels_are_those_that_a_call_launches(
     quantized = {text for text in compiled if "quantize" in text}  # PyTorch quantizes on the CPU
     assert bool(quantized) == (name == "wire" and world > 1)
     assert launched["all"] and compiled - quantized == launched["all"]
+
+
+CALL: dict[str, Any] = {
+    "phase": "forward", "has_backward": True, "max_logits": False, "config": None, "scores": PLAIN, "wire": None,
+    "grad_wire": None, "masks": (("full",),), "hops": 3, "chunks": 1, "start": None, "dtype": torch.float16,
+    "tokens": 32, "dim": 16, "kernel": TritonAttention(), "gpu": GPU, "device": torch.device("cuda", 0),
+}  # fmt: skip
+BFLOAT16 = RoundedWire(torch.bfloat16)
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "phase": ("backward",), "has_backward": (False,), "max_logits": (True,), "config": (KernelConfig(dkdv_splits=2),),
+    "scores": (Scores(softcap=2.0), Scores(dropout_p=0.5), Scores(alibi_slopes=torch.ones(2))), "wire": (BFLOAT16,),
+    "grad_wire": (BFLOAT16,), "masks": ((("rows",),),), "hops": (1, 2), "chunks": (2,), "start": (torch.ones(1),),
+    "dtype": (torch.bfloat16,), "tokens": (40,), "dim": (32,), "device": (torch.device("cuda", 1),),
+}  # fmt: skip
+"""Per property, other values whose kernels differ."""
+SAME: dict[str, Any] = {"scores": Scores(first_head=1), "hops": 9, "tokens": 48}
+NONE: dict[str, Any] = {"kernel": object(), "gpu": None, "device": torch.device("cpu")}
+
+
+def test_each_kind_of_call_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward compiles the backward too if it has one; ranks of one machine begin with different kernels."""
+    monkeypatch.setattr(warm_up_module, "_COMPILED", set())
+    monkeypatch.setattr(warm_up_module, "record_phase", lambda gpu, call, running, phase, *_: [phase])
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    seen: list[tuple[list[str], float]] = []
+    monkeypatch.setattr(warm_up_module, "compile_launches", lambda phases, share: seen.append((phases, share)))
+
+    def compiled(**changes: Any) -> list[str]:
+        """Return the phases that a call on rank 1 of 4 compiles."""
+        given = SimpleNamespace(**CALL | changes)
+        monkeypatch.setattr(warm_up_module, "gpu_specs", lambda _: given.gpu)
+        x = torch.empty(1, given.tokens, 2, given.dim, dtype=given.dtype)
+        q = Mock(device=given.device, shape=x.shape, dtype=x.dtype, **{"stride.return_value": x.stride()})
+        call: Any = SimpleNamespace(
+            backend=given.kernel, has_backward=given.has_backward, config=given.config,
+            args=SimpleNamespace(return_max_logits=given.max_logits), ring=SimpleNamespace(rank=1, size=4),
+        )  # fmt: skip
+        running: Any = SimpleNamespace(
+            phase=given.phase, scores=given.scores, wire=given.wire, grad_wire=given.grad_wire,
+            chunks=[0] * given.chunks, plan=SimpleNamespace(mask_kinds=given.masks, hops=[0] * given.hops),
+        )  # fmt: skip
+        seen.clear()
+        warm_up_module.compile_kernels(call, running, q, q, q, given.start)
+        assert all(share == 0.25 for _, share in seen)
+        return [phase for phases, _ in seen for phase in phases]
+
+    assert compiled() == ["forward", "backward"] and compiled() == []
+    for name, values in OTHERS.items():
+        for value in values:
+            phases = {"phase": ["backward"], "has_backward": ["forward"]}.get(name, ["forward", "backward"])
+            assert compiled(**{name: value}) == phases, (name, value)
+            assert compiled(**{name: value}) == [], (name, value)
+    assert not any(compiled(**{name: value}) for name, value in (SAME | NONE).items())
 
 
 def hold_lock(folder: str, held: Any, seconds: float) -> None:
