@@ -60,6 +60,7 @@ SHAPES: list[tuple[list[tuple[int, ...]], str]] = [
     ([(2, 3, 3, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "k has 2 heads and q has 3"),
     ([(1, 3, 2, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "batch and head dim"),
     ([(2, 3, 2, 4), (2, 3, 2, 4), (2, 4, 2, 4)], "all but the head dim"),
+    ([(2, 3, 2, 4), (2, 3, 2, 4), (2, 3, 1, 4)], "all but the head dim"),
 ]
 AT = torch.arange(4)
 CALLS: list[tuple[dict[str, Any], str]] = [

@@ -20,6 +20,7 @@ from ringattn.ring.local.regions import RegionKind
 
 from ..support.baselines import Results
 from ..support.ring_cases import LAYOUTS, check_results, check_ring, inputs, run_ring
+from ..support.tolerance import assert_as_exact_as_pytorch
 
 SCALE = 0.25  # the default scale for head dim 16
 
@@ -89,6 +90,21 @@ def test_rows_whose_lse_is_minus_infinity_have_no_gradient(windowed: bool) -> No
     (dq, *dkv), (other_dq, *others) = gradients(slice(0, 9)), gradients(slice(4, 9))
     assert not dq[:, :4].any()
     torch.testing.assert_close([dq[:, 4:], *dkv], [other_dq, *others])
+
+
+@pytest.mark.parametrize(("has_start", "hidden"), [(False, 0), (False, 4), (True, 0)])
+def test_lse_keeps_its_digits_over_many_hops(has_start: bool, hidden: int) -> None:
+    """Scores are 1e5, where fp32 has steps of 2^-7 and would not grow after the first 256 hops."""
+    q, hops = torch.full((1, 4, 1, 10), 100.0), 1000
+    start = (torch.zeros(1, 4, 1, 10), torch.zeros(1, 1, 4)) if has_start else None
+    forward = ATEN.forward(q, softmax_scale=1.0, start=start)
+    ends = torch.tensor([4 - hidden, 4, 4, 4], dtype=torch.int32)
+    forward.fold(q, q, Bounds(torch.zeros_like(ends), ends), final=False)
+    for _ in range(hops):
+        forward.fold(q, q, FULL, final=False)
+    scores = torch.full((1, 1, 4, 4 * hops + 4), 1e5)
+    scores[..., 0, :hidden] = -torch.inf
+    assert_as_exact_as_pytorch("lse", forward.result()[1], scores.logsumexp(-1), scores.double().logsumexp(-1))
 
 
 def test_the_state_is_fp32_whatever_the_default_dtype() -> None:

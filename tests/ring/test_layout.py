@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ringattn.ring.schedule.exchange import find_missing_position
 from ringattn.ring.schedule.layout import Documents, Layout, Span
 
 from ..support.layouts import layouts, small_layouts
@@ -199,6 +200,13 @@ def test_shard_and_unshard(layout: Layout, dim: int) -> None:
     assert layout.shard(x.to("meta"), 0, dim).shape == shards[0].shape
 
 
+def test_layouts_of_other_positions_are_told_apart() -> None:
+    source, target = Layout([[(0, 6)], [(9, 6)]]), Layout([[(0, 5)], [(8, 7)]])
+    assert find_missing_position(source, target) == "target does not hold position 5, which source holds"
+    assert find_missing_position(target, source) == "target holds position 5, which source does not hold"
+    assert find_missing_position(source, Layout([[(9, 6)], [(0, 6)]])) == ""
+
+
 class _Copies(TorchDispatchMode):
     """Dispatch mode that counts copies between devices."""
 
@@ -227,9 +235,10 @@ def test_caches_filled_under_inference_mode_serve_training() -> None:
     assert grad.tolist() == [[1.0] * 4]
 
 
-def test_a_layout_with_gaps_cannot_be_unsharded() -> None:
-    with pytest.raises(ValueError, match=r"^the layout holds 2 of the positions 0 to 2: it must hold every"):
-        Layout([[(1, 2)]]).unshard([torch.zeros(1, 2)])
+def test_a_layout_with_gaps_has_no_whole_sequence() -> None:
+    for call in (lambda layout, x: layout.unshard([x]), lambda layout, x: layout.shard(x, 0)):
+        with pytest.raises(ValueError, match=r"^the layout holds 2 of the positions 0 to 2: it must hold every"):
+            call(Layout([[(1, 2)]]), torch.zeros(1, 2))
 
 
 @given(
@@ -276,6 +285,8 @@ def test_documents_are_a_value() -> None:
     made = [Documents(form) for form in forms]
     assert len({*made}) == 1 and {repr(documents) for documents in made} == {"Documents([0, 3, 3, 8])"}
     assert Documents([0, 3, 8]) != made[0] != numbers
+    with pytest.raises(ValueError, match=r"^cu_seqlens is \[False, True\]: it must be a list of integers"):
+        Documents([False, True])
     made[0].document_bounds(torch.arange(3))
     pickled = pickle.dumps(made[0])
     assert pickle.loads(pickled) == made[0] and len(pickled) < 200  # no caches

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.kernels import FULL
+from ringattn.ring.schedule import mask as mask_module
 from ringattn.ring.schedule.intervals import Intervals
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import (
@@ -146,7 +147,23 @@ def test_intervals_show_what_their_pairs_show(pairs: list[tuple[torch.Tensor, to
     assert torch.stack(visible[1]).sum(0).equal(torch.stack(visible[0]).sum(0))
     assert made.table.diff(dim=2).min() >= 0 and (made.table[:, 0] <= made.table[:, 1]).all()
     assert made == Intervals(made.table) == pickle.loads(pickle.dumps(made)) != pairs
-    assert len({made, Intervals(made.table), Intervals(made.table, torch.arange(49))}) == 2
+    with_path = Intervals(made.table, torch.arange(49))
+    assert len({made, Intervals(made.table), with_path}) == 2 and pickle.loads(pickle.dumps(with_path)) == with_path
+
+
+AT = torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ((AT * 0, 6 - AT), r"intervals\[0\] is \[0, 5\) at position 1, after \[0, 6\) at position 0"),
+        ((AT.short(), AT + 1), r"intervals\[0\] is .*torch.int16.*: it must be a pair \(lo, hi\) of int32 or int64"),
+    ],
+)
+def test_wrong_intervals_are_refused(pair: tuple[torch.Tensor, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Intervals([pair])
 
 
 def test_longformer_has_three_parts() -> None:
@@ -252,6 +269,13 @@ def test_block_masks_are_values() -> None:
     assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 visible, [0-9a-f]{16}>", text) for text in shown)
 
 
+def test_patterns_of_too_many_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_module, "MAX_BLOCKS", 4)
+    assert len(strided(16, 4, stride=4).visible) == 4
+    with pytest.raises(ValueError, match=r"block is 4: 17 positions have 5 blocks.* at least 5"):
+        strided(17, 4, stride=4)
+
+
 def test_spans_must_be_whole_blocks() -> None:
     blocks = strided(10, 4, stride=4)
     thirds, all_on_one = Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])  # the last block is short
@@ -262,6 +286,7 @@ def test_spans_must_be_whole_blocks() -> None:
     for layout, message in (
         (Layout.uneven([3, 7]), r"layout gives rank 0 the span \(0, 3, 1\): with block_mask every span must be a"),
         (Layout([[(0, 4)], [(6, 4)]]), r"layout gives rank 1 the span \(6, 4, 1\)"),
+        (Layout([[(0, 7)], [(8, 2)]]), r"layout gives rank 0 the span \(0, 7, 1\)"),
         (Layout.striped(8, 2), r"layout gives rank 0 the span \(0, 4, 2\)"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):

@@ -353,6 +353,7 @@ def test_refusals() -> None:
     layout = Layout.contiguous(8, 2)
     rows: list[tuple[dict[str, Any], str]] = [
         ({"kv_layout": Layout.contiguous(8, 3)}, "kv_layout is made for 3 ranks and layout for 2: .*"),
+        ({"kv_layout": Layout.contiguous(8, 1)}, "kv_layout is made for 1 ranks and layout for 2: .*"),
         ({"direction": 0}, r"direction is 0: it must be 1 \(to the next rank\) or -1 \(to the previous rank\)"),
         ({"topology": Topology.grid(2, 2)}, "topology has 4 ranks, but layout is made for 2"),
         ({"slots": 0}, "slots is 0: it must be at least 1"),
