@@ -110,13 +110,16 @@ def test_rectangle_kernels_serve_every_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
-def test_results_of_kernels_without_a_state_are_merged(layout: str) -> None:
+def test_results_of_kernels_without_a_state_are_merged(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fold, finals = DenseShards.fold, list[bool]()
+    monkeypatch.setattr(DenseShards, "fold", lambda *given, **how: finals.append(how["final"]) or fold(*given, **how))
     made: Any = getattr(Layout, layout)(70, 3)
     whole = inputs(70, (2, 2))
     del whole["dlse"]
     ours = run_without_lse(made, whole, backend=Dense(), ring={"chunks": 2})
     expected = run_without_lse(made, whole, backend="aten")
     torch.testing.assert_close(ours, expected)
+    assert finals and all(finals)  # each shard has a forward of its own
 
 
 def run_without_lse(layout: Any, whole: dict[str, Tensor], **call: Any) -> list[Tensor]:
