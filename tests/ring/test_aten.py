@@ -95,7 +95,7 @@ def test_rows_whose_lse_is_minus_infinity_have_no_gradient(windowed: bool) -> No
 @pytest.mark.parametrize(("has_start", "hidden"), [(False, 0), (False, 4), (True, 0)])
 def test_lse_keeps_its_digits_over_many_hops(has_start: bool, hidden: int) -> None:
     """Scores are 1e5, where fp32 has steps of 2^-7 and would not grow after the first 256 hops."""
-    q, hops = torch.full((1, 4, 1, 10), 100.0), 1000
+    q, hops = torch.full((1, 4, 1, 10), 100.0), 400
     start = (torch.zeros(1, 4, 1, 10), torch.zeros(1, 1, 4)) if has_start else None
     forward = ATEN.forward(q, softmax_scale=1.0, start=start)
     ends = torch.tensor([4 - hidden, 4, 4, 4], dtype=torch.int32)
@@ -107,12 +107,13 @@ def test_lse_keeps_its_digits_over_many_hops(has_start: bool, hidden: int) -> No
     assert_as_exact_as_pytorch("lse", forward.result()[1], scores.logsumexp(-1), scores.double().logsumexp(-1))
 
 
-def test_the_state_is_fp32_whatever_the_default_dtype() -> None:
+@pytest.mark.parametrize("more", [{}, {"window_size": (5, 0), "dropout_p": 0.3, "dropout_seed": 3}])
+def test_the_state_is_fp32_whatever_the_default_dtype(more: dict[str, Any]) -> None:
     layout, whole = Layout.striped(40, 2), inputs(40)
-    expected = run_ring(layout, whole, causal=True, backend="aten")
+    expected = run_ring(layout, whole, causal=True, backend="aten", **more)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        ours = run_ring(layout, whole, causal=True, backend="aten")
+        ours = run_ring(layout, whole, causal=True, backend="aten", **more)
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(map(torch.equal, ours, expected))

@@ -49,6 +49,7 @@ HELD: list[tuple[Callable[[], Layout], list[list[int]]]] = [
     (lambda: Layout.balanced(7, [0, 1, 0, 2.0], causal=True), [[], [0, 6], [], [1, 2, 3, 4, 5]]),
     (lambda: Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
     (lambda: Layout.balanced(0, [1, 2], causal=True), [[], []]),
+    (lambda: Layout.packed([0, 0], 3), [[], [], []]),
     (lambda: Layout.balanced(8, [*FLOAT32], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
     # exact: a sixth of three tokens is half a token, rounded up
     (lambda: Layout.balanced(3, SIXTHS, causal=False), [[0], [1, 2]]),
@@ -229,6 +230,7 @@ def test_the_index_of_a_layout_is_copied_to_a_device_once() -> None:
 def test_caches_filled_under_inference_mode_serve_training() -> None:
     layout, shards = Layout.striped(8, 2), [torch.zeros(1, 4).requires_grad_() for _ in range(2)]
     with torch.inference_mode():
+        layout.positions(1)
         layout.unshard(shards)
     whole = layout.unshard(shards)[:, layout.positions(1)]
     (grad,) = torch.autograd.grad(whole.sum(), shards[1])

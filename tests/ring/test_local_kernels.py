@@ -55,16 +55,14 @@ def test_sdpa_is_exact_over_virtual_ranks(backend: Any) -> None:
     check_ring(ZIGZAG, inputs(96, dtype=torch.float32), causal=True, backend=backend, ring={"chunks": 2})
 
 
-@pytest.mark.parametrize("as_object", [False, True])
-def test_sdpa_is_exact_over_gloo(as_object: bool) -> None:
+def test_sdpa_is_exact_over_gloo() -> None:
     whole = inputs(96)
-    parts = group_results(3, partial(over_gloo, whole, as_object))
+    parts = group_results(3, partial(over_gloo, whole))
     check_results(join_results(ZIGZAG, [[torch.tensor(x) for x in part] for part in parts]), whole, causal=True)
 
 
-def over_gloo(whole: dict[str, Tensor], as_object: bool, rank: int) -> list[Any]:
-    backend = sdpa() if as_object else "sdpa"
-    return [x.tolist() for x in run_rank_of_ring(ZIGZAG, whole, dist.group.WORLD, rank, causal=True, backend=backend)]
+def over_gloo(whole: dict[str, Tensor], rank: int) -> list[Any]:
+    return [x.tolist() for x in run_rank_of_ring(ZIGZAG, whole, dist.group.WORLD, rank, causal=True, backend="sdpa")]
 
 
 def reusing_memory(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
