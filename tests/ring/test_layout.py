@@ -243,6 +243,13 @@ def test_a_layout_with_gaps_has_no_whole_sequence() -> None:
             call(Layout([[(1, 2)]]), torch.zeros(1, 2))
 
 
+def test_shards_differ_only_in_their_tokens() -> None:
+    first = torch.zeros(2, 4, 3)
+    for other in (torch.zeros(1, 4, 3), torch.zeros(2, 4, 4), first.half(), first.to("meta")):
+        with pytest.raises(ValueError, match=r"^shards\[1\] is .*: it must be like shards\[0\]"):
+            Layout.contiguous(8, 2).unshard([first, other])
+
+
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(1, 5)), max_size=3),
