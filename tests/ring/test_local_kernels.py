@@ -24,6 +24,7 @@ from ringattn.comm import LocalGroup, LocalTransport
 from ringattn.kernels import FULL, PLAIN, KernelConfig
 from ringattn.ring.local import fused, protocol, registry
 from ringattn.ring.local.protocol import FEATURES
+from ringattn.validators import short_repr
 
 from ..support import own_kernels
 from ..support.mask_cases import check_case
@@ -264,6 +265,7 @@ def nothing(*_: Any, **__: Any) -> Any:
         (changed(lambda out, lse: (out, lse.double())), "returned lse as torch.float64"),
         (changed(lambda out, lse: (out, lse.log())), "returned NaN in lse"),
         (changed(lambda out, lse: (out, None)), "returned lse as None"),
+        (changed(lambda out, lse: (out, lse, lse)), "backend 'wrong' returned tuple: it must be a tuple of 2 tensors"),
         (changed(lambda out, lse: (out.to("meta"), lse)), r"returned out as .* on meta: it must be .* on cpu"),
         (Wrong(lambda results: (results[0].half(), results[1])), "returned out as torch.float16"),
         (Wrong(lambda results: (results[0], results[1][:, :1]), ("state",)), "returned lse as torch.float32"),
@@ -320,10 +322,10 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
         Supports(features=("sofcap",))
     with pytest.raises(ValueError, match=r"^features has softcap, which rectangles do not support"):
         RectangleAttention("mine", forward, supports=Supports(features=("softcap",)))
-    fields: list[tuple[str, Any]] = [("devices", "cpu"), ("dtypes", torch.float32), ("dtypes", ["float32"])]
-    fields += [("features", "state"), *((dims, value) for dims in ("head_dims", "value_dims") for value in (8, "8"))]
-    for field, value in fields:
-        with pytest.raises(ValueError, match=f"^{field} is {re.escape(repr(value))}: it must be a"):
+    fields: dict[str, tuple[Any, ...]] = {"devices": ("cpu",), "dtypes": (torch.float32, ["float32"])}
+    fields |= {"features": ("state", iter(["state"])), "head_dims": (8, "8"), "value_dims": (8, "8")}
+    for field, value in ((field, value) for field, values in fields.items() for value in values):
+        with pytest.raises(ValueError, match=f"^{field} is {re.escape(short_repr(value))}: it must be a"):
             Supports(**{field: value})
     for argument, value in {"forward": None, "backward": 3, "supports": None, "dlse_columns": 1}.items():
         with pytest.raises(ValueError, match=f"^{argument} is {value}: it must be"):
@@ -355,6 +357,7 @@ def test_default_kernels_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes = torch.float16, torch.bfloat16, torch.float32
     assert aten.supports == Supports(("cpu",), value_dims=range(1, 513), features=FEATURES.keys() - {"config"})
     assert triton.supports == Supports(("cpu", "cuda"), dtypes, range(1, 513), range(1, 513), FEATURES)
+    assert Supports(features=["state", "bounds"]) == Supports(features=("bounds", "state"))
     assert Supports() == Supports(("cpu", "cuda"), dtypes, range(1, 513), None, ())
 
 
