@@ -167,9 +167,12 @@ def test_wrong_intervals_are_refused(pair: tuple[torch.Tensor, torch.Tensor], me
         Intervals([pair])
 
 
-def test_the_number_of_intervals_tells_masks_apart() -> None:
+def test_intervals_of_another_number_of_positions_differ() -> None:
     one, two = torch.tensor([[[0, 0, 1, 1], [1, 1, 2, 2]]]), torch.tensor([[[0, 0], [1, 1]], [[1, 1], [2, 2]]])
     assert one.flatten().equal(two.flatten()) and Intervals(one) != Intervals(two)
+    for queries in (1, 3):
+        with pytest.raises(ValueError, match=f"intervals has 2 positions: it must have {queries}, those of the"):
+            Intervals(two).check_ends(queries, 2)
 
 
 def test_longformer_has_three_parts() -> None:

@@ -147,18 +147,19 @@ def test_cost_equals_the_schedule_of_any_layout(drawn: Any, window: tuple[int, i
 
 
 @pytest.mark.parametrize("shares", [(1, 1), (3, 1)])
-@pytest.mark.parametrize(("crosses_nodes", "heads"), [(False, 1), (False, 4), (True, 1), (True, 4)])
-def test_cost_by_hand(shares: tuple[int, int], crosses_nodes: bool, heads: int) -> None:
+@pytest.mark.parametrize("nodes", [{}, {"crosses_nodes": True}, {"nodes": ((0,), (1,))}])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_cost_by_hand(shares: tuple[int, int], nodes: dict[str, Any], heads: int) -> None:
     """Two ranks exchange their keys under a full mask in three layers, beside work or instead of it."""
-    more: dict[str, Any] = {"shares": shares, "crosses_nodes": crosses_nodes, "heads_per_kv_head": heads}
-    case, tokens = problem([0, 2000], 2, PackedMask(-1, -1, 3), **more), (1200, 800)
+    more: dict[str, Any] = {"shares": shares, "heads_per_kv_head": heads}
+    case, tokens = problem([0, 2000], 2, PackedMask(-1, -1, 3), **more, **nodes), (1200, 800)
     mean = sum(shares) / 2
     own = [n * n + 256 * 128 for n in tokens]
     other = 1200 * 800 + 256 * (128 + 2000)
     slowest = max((mine + other) * mean / share for mine, share in zip(own, shares, strict=True))
     by_hop = max(mine * mean / share for mine, share in zip(own, shares, strict=True)) + other * mean / min(shares)
     extra = max(n * mean / share for n, share in zip(tokens, shares, strict=True)) - 1000
-    compute, transfer = (slowest + by_hop) / 2 + extra * 8192, 1200 * (12288 if crosses_nodes else 2560) // heads
+    compute, transfer = (slowest + by_hop) / 2 + extra * 8192, 1200 * (12288 if nodes else 2560) // heads
     step = max(8 * compute + transfer, 8 * transfer)
     made = cost(case, Layout.uneven(tokens))
     assert (made.excess, made.moved) == (100 if shares == (1, 1) else 250, 3 * 2000)  # 10% above the share
