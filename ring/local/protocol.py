@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -42,14 +42,15 @@ class Supports:
     """Head dims of q and k."""
     value_dims: Container[int] | None = None
     """Head dims of v; None: the same as q and k."""
-    features: Iterable[str] = ()
+    features: Collection[str] = ()
     """Keys of :data:`FEATURES`."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field has another type, or ``features`` a name that is not in :data:`FEATURES`."""
         for name, kind in (("devices", str), ("dtypes", torch.dtype), ("features", str)):
             values = getattr(self, name)
-            if isinstance(values, str) or not isinstance(values, Iterable) or any(type(x) is not kind for x in values):
+            is_collection = isinstance(values, Collection) and not isinstance(values, str)
+            if not is_collection or any(type(x) is not kind for x in values):
                 raise ValueError(f"{name} is {short_repr(values)}: it must be a tuple of {kind.__name__}")
         for name, dims in {"head_dims": self.head_dims, "value_dims": self.value_dims or ()}.items():
             if isinstance(dims, str) or not isinstance(dims, Container):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn import reference
+from ringattn.reference import fp8
 from ringattn.reference.philox import counter_words, philox
 
 from ..support.baselines import Results, exact, pytorch
@@ -59,7 +60,9 @@ SHAPES: list[tuple[list[tuple[int, ...]], str]] = [
     ([(2, 3, 4), (2, 3, 1, 4), (2, 3, 1, 4)], r"q has shape \[2, 3, 4\]"),
     ([(2, 3, 3, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "k has 2 heads and q has 3"),
     ([(1, 3, 2, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "batch and head dim"),
+    ([(2, 3, 2, 4), (2, 3, 2, 5), (2, 3, 2, 4)], "batch and head dim"),
     ([(2, 3, 2, 4), (2, 3, 2, 4), (2, 4, 2, 4)], "all but the head dim"),
+    ([(2, 3, 2, 4), (2, 3, 2, 4), (2, 3, 1, 4)], "all but the head dim"),
 ]
 AT = torch.arange(4)
 CALLS: list[tuple[dict[str, Any], str]] = [
@@ -137,6 +140,18 @@ def by_hand(counter: list[int], key: list[int]) -> list[int]:
         low, high = ((word + number * step) % 2**32 for word, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
         counter = [b // 2**32 ^ counter[1] ^ low, b % 2**32, a // 2**32 ^ counter[3] ^ high, a % 2**32]
     return counter
+
+
+def test_rounding_errors_and_special_blocks_of_fp8() -> None:
+    """The largest error is half of the step between two codes. Blocks without a finite value have a scale, too."""
+    values = [fp8.decode_code(code) for code in range(fp8.NAN_CODE)]
+    middles = [(low + high) / 2 for low, high in pairwise(values)]
+    errors = [(high - low) / 2 for low, high in pairwise(values)]
+    assert fp8.max_rounding_error(torch.tensor(middles)).tolist() == errors
+    x = torch.tensor([[0.0, torch.inf], [torch.nan, -torch.inf], [2.0**-140, 0.0]])[None, :, None]
+    codes, scales = fp8.quantize_blocks(x, 1)
+    assert codes.tolist() == [[[[0, 0x7F]], [[0x7F, 0x7F]], [[0, 0]]]]
+    assert scales.flatten().tolist() == [2.0**-126] * 3
 
 
 def sees(call: dict[str, Any], row: int, p: int, key: int) -> bool:

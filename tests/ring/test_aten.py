@@ -20,6 +20,7 @@ from ringattn.ring.local.regions import RegionKind
 
 from ..support.baselines import Results
 from ..support.ring_cases import LAYOUTS, check_results, check_ring, inputs, run_ring
+from ..support.tolerance import assert_as_exact_as_pytorch
 
 SCALE = 0.25  # the default scale for head dim 16
 
@@ -33,12 +34,12 @@ def test_short_shards_cut_into_regions(name: str, world: int, causal: bool, monk
 
 
 DIMS = [(1, 1), (40, 40), (64, 64), (256, 256)]
-CASES = pairwise_cases((torch.float32, torch.bfloat16, torch.float16), [(3, 3), (4, 2), (5, 1)], DIMS)
+CASES = pairwise_cases((torch.float32, torch.bfloat16, torch.float16), [(3, 3), (6, 2), (5, 1)], DIMS)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
-    ("dtype", "heads", "dims"), [*CASES, (torch.float32, (4, 2), (24, 40)), (torch.float32, (5, 1), (64, 8))]
+    ("dtype", "heads", "dims"), [*CASES, (torch.float32, (6, 2), (24, 40)), (torch.float32, (5, 1), (64, 8))]
 )
 def test_dtypes_heads_and_head_dims_are_exact(
     dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]
@@ -91,12 +92,28 @@ def test_rows_whose_lse_is_minus_infinity_have_no_gradient(windowed: bool) -> No
     torch.testing.assert_close([dq[:, 4:], *dkv], [other_dq, *others])
 
 
-def test_the_state_is_fp32_whatever_the_default_dtype() -> None:
+@pytest.mark.parametrize(("has_start", "hidden"), [(False, 0), (False, 4), (True, 0)])
+def test_lse_keeps_its_digits_over_many_hops(has_start: bool, hidden: int) -> None:
+    """Scores are 1e5, where fp32 has steps of 2^-7 and would not grow after the first 256 hops."""
+    q, hops = torch.full((1, 4, 1, 10), 100.0), 400
+    start = (torch.zeros(1, 4, 1, 10), torch.zeros(1, 1, 4)) if has_start else None
+    forward = ATEN.forward(q, softmax_scale=1.0, start=start)
+    ends = torch.tensor([4 - hidden, 4, 4, 4], dtype=torch.int32)
+    forward.fold(q, q, Bounds(torch.zeros_like(ends), ends), final=False)
+    for _ in range(hops):
+        forward.fold(q, q, FULL, final=False)
+    scores = torch.full((1, 1, 4, 4 * hops + 4), 1e5)
+    scores[..., 0, :hidden] = -torch.inf
+    assert_as_exact_as_pytorch("lse", forward.result()[1], scores.logsumexp(-1), scores.double().logsumexp(-1))
+
+
+@pytest.mark.parametrize("more", [{}, {"window_size": (5, 0), "dropout_p": 0.3, "dropout_seed": 3}])
+def test_the_state_is_fp32_whatever_the_default_dtype(more: dict[str, Any]) -> None:
     layout, whole = Layout.striped(40, 2), inputs(40)
-    expected = run_ring(layout, whole, causal=True, backend="aten")
+    expected = run_ring(layout, whole, causal=True, backend="aten", **more)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        ours = run_ring(layout, whole, causal=True, backend="aten")
+        ours = run_ring(layout, whole, causal=True, backend="aten", **more)
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(map(torch.equal, ours, expected))

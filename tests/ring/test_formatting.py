@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ringattn.comm.topology.topology import Topology
-from ringattn.ring.schedule.formatting import WIDTH
+from ringattn.ring.schedule.formatting import WIDTH, printed_indices
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask
 from ringattn.ring.schedule.schedule import schedule
@@ -94,6 +94,7 @@ def test_lines_fit_a_terminal(world: int, nodes: int, mask: Mask) -> None:
     assert max(map(len, lines)) <= WIDTH
     named = [re.findall(r"hop (\d+)", line) for line in lines if line.lstrip().startswith("hop ")]
     assert len(named) == 2 and all(hops[0] == "0" and len(hops) >= 3 for hops in named)
+    assert printed_indices(9, 4) == [0, 1, None, 8]
 
 
 HEADERS: list[tuple[Topology, str]] = [

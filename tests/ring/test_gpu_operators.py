@@ -22,7 +22,7 @@ from ringattn.ring import loop
 from ringattn.ring.cpu import aten
 from ringattn.ring.cpu.aten import CPU_OPERATOR
 from ringattn.ring.local import gpu_operators, rectangles
-from ringattn.ring.local.operators import Operator, OperatorAttention
+from ringattn.ring.local.operators import Operator, OperatorAttention, is_deterministic
 from ringattn.ring.local.protocol import FEATURES
 
 from ..support.ring_cases import check_ring, inputs, run_ring
@@ -217,6 +217,10 @@ def test_only_masks_and_gradients_are_supported(name: str) -> None:
     ("flash", 80, (256, 256), True, True),
     ("flash", 75, (64, 64), False, False),
     ("flash", 89, (128, 193), False, False),  # padded to 200
+    *(("flash", arch, (224, 224), False, False) for arch in (86, 120, 121)),
+    ("flash", 89, (192, 192), False, True),
+    ("flash", 89, (225, 225), False, True),
+    ("flash", 90, (200, 200), False, True),
     ("flash", 90, (192, 128), False, True),
     ("cudnn", 80, (128, 128), False, True),
     ("cudnn", 80, (129, 64), False, False),
@@ -224,6 +228,8 @@ def test_only_masks_and_gradients_are_supported(name: str) -> None:
     ("cudnn", 90, (64, 64), True, False),
     ("cudnn", 103, (192, 128), False, True),
     ("cudnn", 100, (192, 192), False, False),
+    ("cudnn", 90, (192, 128), False, True),
+    ("cudnn", 120, (192, 128), False, False),
     ("flash", 90, (64, 257), False, False),
     ("cudnn", 90, (512, 512), False, False),
     ("fa3", 90, (64, 512), False, False),
@@ -232,14 +238,22 @@ def test_only_masks_and_gradients_are_supported(name: str) -> None:
     ("fa3", 80, (192, 128), False, False),
     ("fa3", 90, (192, 128), False, True),
     ("fa3", 90, (128, 64), False, False),
+    ("fa3", 90, (192, 96), False, False),
     ("fa3", 90, (64, 256), False, True),
+    ("fa3", 80, (64, 256), False, False),
+    ("fa3", 90, (192, 192), True, True),
+    ("fa3", 75, (64, 64), False, False),
     ("fa3", 90, (256, 256), True, False),
     ("fa3", 100, (128, 128), False, False),
     ("fa4", 80, (64, 64), False, False),
     ("fa4", 90, (256, 128), False, True),
     ("fa4", 100, (256, 256), False, True),
     ("fa4", 100, (192, 192), False, False),
+    ("fa4", 110, (192, 128), False, True),
+    ("fa4", 100, (128, 128), True, True),
     ("fa4", 120, (128, 128), True, False),
+    ("fa4", 120, (128, 128), False, True),
+    ("fa4", 120, (192, 128), False, False),
     *((name, 0x942, (64, 64), False, False) for name in ("cudnn", "fa3", "fa4")),
 ])  # fmt: skip
 def test_head_dims_of_every_gpu(
@@ -254,7 +268,8 @@ def test_head_dims_of_every_gpu(
         if accepted:
             kernel.check(q, v, scores=PLAIN, block=None, config=None)
         else:
-            message = f"head dim {dims[0]} for q and k and {dims[1]} for v .*{arch_name(arch)}.*THESE"
+            mode = " in deterministic mode" if deterministic else ""
+            message = f"head dim {dims[0]} for q and k and {dims[1]} for v on {arch_name(arch)}{mode}: .*THESE"
             with pytest.raises(ValueError, match=message):
                 kernel.check(q, v, scores=PLAIN, block=None, config=None)
 
@@ -286,6 +301,7 @@ def test_unaligned_tensors_are_copied() -> None:
     for unaligned in (whole[..., 3:19], whole.as_strided((5, 2, 6, 4, 16), (960, 480, 68, 17, 1))):
         aligned = unaligned.contiguous()
         results = operator.forward(*unaligned[:3], causal=True, scale=0.25)
+        assert not operator.forward(*unaligned[:3].detach().requires_grad_(), causal=True, scale=0.25)[0].requires_grad
         assert all(map(torch.equal, results, operator.forward(*aligned[:3], causal=True, scale=0.25)))
         grads = operator.backward(*unaligned[:4], *results, causal=True, scale=0.25)
         assert all(map(torch.equal, grads, operator.backward(*aligned[:4], *results, causal=True, scale=0.25)))
@@ -302,6 +318,14 @@ def test_one_key_or_one_row_goes_to_the_other_operator() -> None:
 
     operator = Operator(refuse, refuse_backward, for_one_token=Operator(attend, differentiate))
     check_ring(Layout.uneven([1, 20, 1]), inputs(22, (4, 2)), causal=True, backend=on_cpu(operator))
+    assert gpu_operators.CUDNN_OPERATOR.for_one_token is gpu_operators.FLASH_OPERATOR
+
+
+@pytest.mark.parametrize("only_warns", [False, True])
+def test_a_mode_that_only_warns_is_not_deterministic(only_warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: only_warns)
+    assert is_deterministic() != only_warns
 
 
 def test_many_rectangles_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ringattn.ring.schedule.exchange import find_missing_position
 from ringattn.ring.schedule.layout import Documents, Layout, Span
 
 from ..support.layouts import layouts, small_layouts
@@ -48,6 +49,7 @@ HELD: list[tuple[Callable[[], Layout], list[list[int]]]] = [
     (lambda: Layout.balanced(7, [0, 1, 0, 2.0], causal=True), [[], [0, 6], [], [1, 2, 3, 4, 5]]),
     (lambda: Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
     (lambda: Layout.balanced(0, [1, 2], causal=True), [[], []]),
+    (lambda: Layout.packed([0, 0], 3), [[], [], []]),
     (lambda: Layout.balanced(8, [*FLOAT32], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
     # exact: a sixth of three tokens is half a token, rounded up
     (lambda: Layout.balanced(3, SIXTHS, causal=False), [[0], [1, 2]]),
@@ -199,6 +201,13 @@ def test_shard_and_unshard(layout: Layout, dim: int) -> None:
     assert layout.shard(x.to("meta"), 0, dim).shape == shards[0].shape
 
 
+def test_layouts_of_other_positions_are_told_apart() -> None:
+    source, target = Layout([[(0, 6)], [(9, 6)]]), Layout([[(0, 5)], [(8, 7)]])
+    assert find_missing_position(source, target) == "target does not hold position 5, which source holds"
+    assert find_missing_position(target, source) == "target holds position 5, which source does not hold"
+    assert find_missing_position(source, Layout([[(9, 6)], [(0, 6)]])) == ""
+
+
 class _Copies(TorchDispatchMode):
     """Dispatch mode that counts copies between devices."""
 
@@ -221,15 +230,24 @@ def test_the_index_of_a_layout_is_copied_to_a_device_once() -> None:
 def test_caches_filled_under_inference_mode_serve_training() -> None:
     layout, shards = Layout.striped(8, 2), [torch.zeros(1, 4).requires_grad_() for _ in range(2)]
     with torch.inference_mode():
+        layout.positions(1)
         layout.unshard(shards)
     whole = layout.unshard(shards)[:, layout.positions(1)]
     (grad,) = torch.autograd.grad(whole.sum(), shards[1])
     assert grad.tolist() == [[1.0] * 4]
 
 
-def test_a_layout_with_gaps_cannot_be_unsharded() -> None:
-    with pytest.raises(ValueError, match=r"^the layout holds 2 of the positions 0 to 2: it must hold every"):
-        Layout([[(1, 2)]]).unshard([torch.zeros(1, 2)])
+def test_a_layout_with_gaps_has_no_whole_sequence() -> None:
+    for call in (lambda layout, x: layout.unshard([x]), lambda layout, x: layout.shard(x, 0)):
+        with pytest.raises(ValueError, match=r"^the layout holds 2 of the positions 0 to 2: it must hold every"):
+            call(Layout([[(1, 2)]]), torch.zeros(1, 2))
+
+
+def test_shards_differ_only_in_their_tokens() -> None:
+    first = torch.zeros(2, 4, 3)
+    for other in (torch.zeros(1, 4, 3), torch.zeros(2, 4, 4), first.half(), first.to("meta")):
+        with pytest.raises(ValueError, match=r"^shards\[1\] is .*: it must be like shards\[0\]"):
+            Layout.contiguous(8, 2).unshard([first, other])
 
 
 @given(
@@ -276,6 +294,8 @@ def test_documents_are_a_value() -> None:
     made = [Documents(form) for form in forms]
     assert len({*made}) == 1 and {repr(documents) for documents in made} == {"Documents([0, 3, 3, 8])"}
     assert Documents([0, 3, 8]) != made[0] != numbers
+    with pytest.raises(ValueError, match=r"^cu_seqlens is \[False, True\]: it must be a list of integers"):
+        Documents([False, True])
     made[0].document_bounds(torch.arange(3))
     pickled = pickle.dumps(made[0])
     assert pickle.loads(pickled) == made[0] and len(pickled) < 200  # no caches

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import doctest
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +21,10 @@ from torch import Tensor
 
 from ringattn import Layout, LocalWorld, RectangleAttention, Ring, Supports, register_backend, ring_attention
 from ringattn.comm import LocalGroup, LocalTransport
-from ringattn.kernels import KernelConfig
-from ringattn.ring.local import protocol, registry
+from ringattn.kernels import FULL, PLAIN, KernelConfig
+from ringattn.ring.local import fused, protocol, registry
+from ringattn.ring.local.protocol import FEATURES
+from ringattn.validators import short_repr
 
 from ..support import own_kernels
 from ..support.mask_cases import check_case
@@ -30,7 +34,7 @@ from ..support.ring_cases import check_results, check_ring, inputs, join_results
 from .test_ring_masks import MASKS, PATTERNS, case_of
 
 pytestmark = pytest.mark.usefixtures("one_core")
-ZIGZAG = Layout.zigzag(96, 3)
+ZIGZAG, CPU = Layout.zigzag(96, 3), torch.device("cpu")
 
 
 def test_example_kernels_import_public_names_only() -> None:
@@ -43,22 +47,23 @@ def test_the_docstring_example_of_the_protocol_runs() -> None:
     assert doctest.testmod(protocol) == (0, 8)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", sdpa()], ids=["name", "object"])
+WIDE = RectangleAttention("wide", forward, backward, supports=Supports(devices=("cpu",)), dlse_columns=8)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", sdpa(), WIDE], ids=["name", "object", "more columns"])
 def test_sdpa_is_exact_over_virtual_ranks(backend: Any) -> None:
     check_ring(ZIGZAG, inputs(96), causal=True, backend=backend)
     check_ring(ZIGZAG, inputs(96, dtype=torch.float32), causal=True, backend=backend, ring={"chunks": 2})
 
 
-@pytest.mark.parametrize("as_object", [False, True])
-def test_sdpa_is_exact_over_gloo(as_object: bool) -> None:
+def test_sdpa_is_exact_over_gloo() -> None:
     whole = inputs(96)
-    parts = group_results(3, partial(over_gloo, whole, as_object))
+    parts = group_results(3, partial(over_gloo, whole))
     check_results(join_results(ZIGZAG, [[torch.tensor(x) for x in part] for part in parts]), whole, causal=True)
 
 
-def over_gloo(whole: dict[str, Tensor], as_object: bool, rank: int) -> list[Any]:
-    backend = sdpa() if as_object else "sdpa"
-    return [x.tolist() for x in run_rank_of_ring(ZIGZAG, whole, dist.group.WORLD, rank, causal=True, backend=backend)]
+def over_gloo(whole: dict[str, Tensor], rank: int) -> list[Any]:
+    return [x.tolist() for x in run_rank_of_ring(ZIGZAG, whole, dist.group.WORLD, rank, causal=True, backend="sdpa")]
 
 
 def reusing_memory(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
@@ -104,13 +109,16 @@ def test_rectangle_kernels_serve_every_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
-def test_results_of_kernels_without_a_state_are_merged(layout: str) -> None:
+def test_results_of_kernels_without_a_state_are_merged(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fold, finals = DenseShards.fold, list[bool]()
+    monkeypatch.setattr(DenseShards, "fold", lambda *given, **how: finals.append(how["final"]) or fold(*given, **how))
     made: Any = getattr(Layout, layout)(70, 3)
     whole = inputs(70, (2, 2))
     del whole["dlse"]
     ours = run_without_lse(made, whole, backend=Dense(), ring={"chunks": 2})
     expected = run_without_lse(made, whole, backend="aten")
     torch.testing.assert_close(ours, expected)
+    assert finals and all(finals)  # each shard has a forward of its own
 
 
 def run_without_lse(layout: Any, whole: dict[str, Tensor], **call: Any) -> list[Tensor]:
@@ -136,13 +144,15 @@ def nothing_sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def refusals(backend: Any, error: type[Exception] | tuple[type[Exception], ...], text: str, **call: Any) -> None:
     """Expect the error on both of two virtual ranks."""
-    shape = call.pop("shape", (1, 8, 2, 8))
+    shape, value_dim = call.pop("shape", (1, 8, 2, 8)), call.pop("value_dim", None)
 
     def on_rank(group: LocalGroup) -> None:
         q, k, v = torch.randn(3, *shape, requires_grad=True).to(call.get("dtype", torch.float32)).detach()
         options = {name: value for name, value in call.items() if name != "dtype"}
         with Ring(group) as ring, pytest.raises(error, match=text):
-            out = ring_attention(q.requires_grad_(), k, v, layout="zigzag", ring=ring, backend=backend, **options)
+            out = ring_attention(
+                q.requires_grad_(), k, v[..., :value_dim], layout="zigzag", ring=ring, backend=backend, **options
+            )
             (out[0].sum() + out[1].sum() if isinstance(out, tuple) else out.sum()).backward()
 
     run_ranks(2, on_rank)
@@ -150,7 +160,8 @@ def refusals(backend: Any, error: type[Exception] | tuple[type[Exception], ...],
 
 LIMITED = Supports(devices=("cpu",), dtypes=(torch.float32,), head_dims=range(8, 65, 8))
 BARE = RectangleAttention("bare", forward, supports=LIMITED)
-FULL_ONLY = Dense()
+NAMELESS, UNLIMITED, FULL_ONLY = Dense(), Dense(), Dense()
+NAMELESS.name, UNLIMITED.supports = 3, None  # type: ignore[assignment]
 FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
 STATEFUL = Dense()
 STATEFUL.supports = Supports(features=("bounds", "state"))
@@ -161,6 +172,7 @@ STATEFUL.supports = Supports(features=("bounds", "state"))
     [
         (BARE, {"dtype": torch.float16}, "torch.float16: it supports torch.float32"),
         (BARE, {"shape": (1, 8, 2, 12)}, r"head dim 12 for q and k: it supports range\(8, 65, 8\)"),
+        (BARE, {"value_dim": 6}, r"'bare' does not support head dim 6 for v: it supports \(8,\) if q and k have 8"),
         (BARE, {}, "does not support gradients"),
         (BARE, {"softcap": 1.0}, "does not support softcap"),
         (BARE, {"alibi_slopes": torch.ones(2)}, "alibi_slopes"),
@@ -173,16 +185,21 @@ STATEFUL.supports = Supports(features=("bounds", "state"))
         (FULL_ONLY, {"block_mask": torch.ones(4, 4).tril().bool()}, "block-sparse"),
         (STATEFUL, {"learnable_sink": torch.zeros(2)}, "a start state before the first key"),
         (RectangleAttention("gpu", forward, supports=Supports(("cuda",))), {}, "q on cpu: it supports cuda"),
+        ("aten", {"config": KernelConfig()}, "backend 'aten' does not support config"),
+        ("triton", {"block_mask": torch.ones(4, 4).tril().bool()}, "the block mask has block size 4"),
+        ("triton", {"config": KernelConfig(dkdv_splits=2)}, "config.dkdv_splits is 2: it must divide 1"),
+        ("triton", {"dtype": torch.bfloat16}, "tensors are torch.bfloat16 on the CPU"),
         ("unheard of", {}, "backend is 'unheard of': it must be one of auto, triton, flash, .*, aten, sdpa"),
         (Dense, {}, "backend is .*: it must be a name or a LocalAttention"),
         (object(), {}, "backend is .*: it must be a name or a LocalAttention"),
+        *((kernel, {}, "its name must be a string, and its supports a ringattn") for kernel in (NAMELESS, UNLIMITED)),
     ],
 )  # fmt: skip
 def test_unsupported_features_are_refused_before_anything_is_sent(
     kernel: Any, call: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with nothing_sent(monkeypatch):
-        refusals(kernel, ValueError, text, **call)
+        refusals(kernel, (ValueError, NotImplementedError), text, **call)
 
 
 def test_a_gradient_through_lse_is_refused() -> None:
@@ -225,6 +242,15 @@ class WithoutAccum(Dense):
         return shards
 
 
+class WrongMax(Dense):
+    supports = Supports(features=("backward", "return_max_logits"))
+
+    def forward(self, q: Tensor, **options: Any) -> Any:
+        shards: Any = super().forward(q, **options)
+        shards.max_logits = lambda: torch.zeros(3)
+        return shards
+
+
 class WrongDelta(Dense):
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
         return torch.zeros(1)
@@ -249,6 +275,7 @@ def nothing(*_: Any, **__: Any) -> Any:
         (changed(lambda out, lse: (out, lse.double())), "returned lse as torch.float64"),
         (changed(lambda out, lse: (out, lse.log())), "returned NaN in lse"),
         (changed(lambda out, lse: (out, None)), "returned lse as None"),
+        (changed(lambda out, lse: (out, lse, lse)), "backend 'wrong' returned tuple: it must be a tuple of 2 tensors"),
         (changed(lambda out, lse: (out.to("meta"), lse)), r"returned out as .* on meta: it must be .* on cpu"),
         (Wrong(lambda results: (results[0].half(), results[1])), "returned out as torch.float16"),
         (Wrong(lambda results: (results[0], results[1][:, :1]), ("state",)), "returned lse as torch.float32"),
@@ -262,6 +289,10 @@ def nothing(*_: Any, **__: Any) -> Any:
 )  # fmt: skip
 def test_wrong_results_name_the_kernel_on_every_rank(kernel: Any, text: str) -> None:
     refusals(kernel, (RuntimeError, NotImplementedError), text, causal=True, shape=(1, 8, 2, 8))
+
+
+def test_wrong_max_logits_are_refused() -> None:
+    refusals(WrongMax(), RuntimeError, r"'dense' returned max_logits as .*\[3\].*\[2\]", return_max_logits=True)
 
 
 def test_kernels_that_lose_gradients_are_refused() -> None:
@@ -311,9 +342,10 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
         Supports(features=("sofcap",))
     with pytest.raises(ValueError, match=r"^features has softcap, which rectangles do not support"):
         RectangleAttention("mine", forward, supports=Supports(features=("softcap",)))
-    fields: dict[str, Any] = {"devices": "cpu", "dtypes": torch.float32, "features": "state", "head_dims": 8}
-    for field, value in fields.items():
-        with pytest.raises(ValueError, match=f"^{field} is {value!r}: it must be a"):
+    fields: dict[str, tuple[Any, ...]] = {"devices": ("cpu",), "dtypes": (torch.float32, ["float32"])}
+    fields |= {"features": ("state", iter(["state"])), "head_dims": (8, "8"), "value_dims": (8, "8")}
+    for field, value in ((field, value) for field, values in fields.items() for value in values):
+        with pytest.raises(ValueError, match=f"^{field} is {re.escape(short_repr(value))}: it must be a"):
             Supports(**{field: value})
     for argument, value in {"forward": None, "backward": 3, "supports": None, "dlse_columns": 1}.items():
         with pytest.raises(ValueError, match=f"^{argument} is {value}: it must be"):
@@ -330,6 +362,47 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(ValueError, match=text):
             ring_attention(q, q, q, backend=name)
         assert name in registry.other_backends(q.device)  # one broken backend does not stop the measurement of others
+
+
+def test_default_kernels_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ("_FACTORIES", "_KERNELS", "_DEFAULTS"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    others = registry.other_backends()
+    assert {"flash", "cudnn", "fa3", "fa4", "sdpa"} <= {*others} and not {"aten", "triton"} & {*others}
+    mine = RectangleAttention("mine", forward, supports=Supports(("meta",)))
+    register_backend("mine", lambda: mine, default_for="meta")
+    assert registry.resolve_backend("auto", torch.device("meta")) is mine
+    assert registry.other_backends() == others and "sdpa" not in registry.other_backends(torch.device("meta"))
+    aten, triton = (registry.resolve_backend(registry._DEFAULTS[device], CPU) for device in ("cpu", "cuda"))
+    dtypes = torch.float16, torch.bfloat16, torch.float32
+    assert aten.supports == Supports(("cpu",), value_dims=range(1, 513), features=FEATURES.keys() - {"config"})
+    assert triton.supports == Supports(("cpu", "cuda"), dtypes, range(1, 513), range(1, 513), FEATURES)
+    assert Supports(features=["state", "bounds"]) == Supports(features=("bounds", "state"))
+    assert Supports() == Supports(("cpu", "cuda"), dtypes, range(1, 513), None, ())
+
+
+def test_the_triton_kernels_get_every_argument_and_sum_dq_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    calls: list[dict[str, Any]] = []
+    launcher = SimpleNamespace(dq=lambda *given, **how: calls.append(how), dkdv=lambda *given, **how: calls.append(how))
+    monkeypatch.setattr(fused, "ForwardLauncher", lambda *given: given)
+    monkeypatch.setattr(fused, "BackwardLauncher", lambda *given: begun.append(given) or launcher)
+    monkeypatch.setattr(fused, "attention_delta", lambda *given: given)
+    q, kernel, config = torch.zeros(1, 2, 1, 16).half(), fused.TritonAttention(), KernelConfig(dkdv_splits=2)
+    k, v, out, lse, dout, dlse, start = torch.zeros(7, 1)
+    options: Any = {"softmax_scale": 2.0, "config": config}
+    assert kernel.forward(q, start=start, max_logits=True, **options) == (q, 2.0, config, start, True)  # type: ignore[arg-type]
+    back = kernel.backward(dout, q, out, lse, dlse, **options)
+    assert begun == [(dout, q, lse, (dout, out, dlse), 2.0, config)]
+    for final in (False, False, True):
+        back.dq(k, v, FULL, local=False, final=final)
+    back.dkdv(k, v, FULL, local=False, accum=lambda: (k,), out=(v,))
+    *others, dkdv = calls
+    assert [call["out"].dtype for call in others] == [torch.float32, torch.float32, q.dtype]
+    first = others[0]["out"]
+    assert [call["accum"] for call in others] == [None, first, first] and others[1]["out"] is first
+    assert back.result() is others[2]["out"]
+    assert dkdv == {"bounds": FULL, "scores": PLAIN, "accum": (k,), "out": (v,)}
 
 
 def test_a_factory_runs_once_for_all_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.kernels import FULL
+from ringattn.ring.schedule import mask as mask_module
 from ringattn.ring.schedule.intervals import Intervals
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import (
@@ -30,7 +31,6 @@ from ringattn.ring.schedule.mask import (
 
 from ..support.kernel_cases import dense_mask
 from ..support.layouts import (
-    Window,
     block_layouts,
     block_masks,
     interval_pairs,
@@ -146,35 +146,38 @@ def test_intervals_show_what_their_pairs_show(pairs: list[tuple[torch.Tensor, to
     assert torch.stack(visible[1]).sum(0).equal(torch.stack(visible[0]).sum(0))
     assert made.table.diff(dim=2).min() >= 0 and (made.table[:, 0] <= made.table[:, 1]).all()
     assert made == Intervals(made.table) == pickle.loads(pickle.dumps(made)) != pairs
-    assert len({made, Intervals(made.table), Intervals(made.table, torch.arange(49))}) == 2
+    assert f"of 49 positions, {int(torch.stack(visible[0]).sum())} pairs, " in repr(made)
+    with_path = Intervals(made.table, torch.arange(49))
+    assert len({made, Intervals(made.table), with_path}) == 2 and pickle.loads(pickle.dumps(with_path)) == with_path
+
+
+AT = torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ((AT * 0, 6 - AT), r"intervals\[0\] is \[0, 5\) at position 1, after \[0, 6\) at position 0"),
+        ((torch.zeros(140).long(), torch.arange(140) % 2), r"intervals\[0\] is cut .* no key into 70 .* at most 64"),
+        ((AT.short(), AT + 1), r"intervals\[0\] is .*torch.int16.*: it must be a pair \(lo, hi\) of int32 or int64"),
+    ],
+)
+def test_wrong_intervals_are_refused(pair: tuple[torch.Tensor, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Intervals([pair])
+
+
+def test_intervals_of_another_number_of_positions_differ() -> None:
+    one, two = torch.tensor([[[0, 0, 1, 1], [1, 1, 2, 2]]]), torch.tensor([[[0, 0], [1, 1]], [[1, 1], [2, 2]]])
+    assert one.flatten().equal(two.flatten()) and Intervals(one) != Intervals(two)
+    for queries in (1, 3):
+        with pytest.raises(ValueError, match=f"intervals has 2 positions: it must have {queries}, those of the"):
+            Intervals(two).check_ends(queries, 2)
 
 
 def test_longformer_has_three_parts() -> None:
     assert len(Mask(window=(4, 4), global_tokens=((0, 2),)).parts) == 3
     assert Mask(window=(4, 4)).parts == (Mask(window=(4, 4)),)
-
-
-EMPTY = torch.empty(0, dtype=torch.int64)
-EARLY, LATE = torch.tensor([0, 1]), torch.tensor([5, 6, 7])
-SUCCESSOR = Window(left=-1, right=1)  # each query sees only the next key
-BLIND: list[tuple[Mask, torch.Tensor, torch.Tensor, list[int], list[int]]] = [
-    (SUCCESSOR, torch.arange(8), torch.tensor([3, 4, 6]), [0, 0, 0, 1, 2, 2, 3, 3], [0, 0, 1, 2, 2, 3, 3, 3]),
-    (CAUSAL, EARLY, LATE, [0, 0], [0, 0]),
-    (CAUSAL, EARLY, EMPTY, [0, 0], [0, 0]),
-    (Mask(), EARLY, EMPTY, [0, 0], [0, 0]),
-    (Mask(), EMPTY, LATE, [], []),
-    (Mask(), EMPTY, EMPTY, [], []),
-]
-
-
-@pytest.mark.parametrize(("mask", "queries", "keys", "lo", "hi"), BLIND)
-def test_bounds_of_rows_that_see_nothing(
-    mask: Mask, queries: torch.Tensor, keys: torch.Tensor, lo: list[int], hi: list[int]
-) -> None:
-    made = bounds(mask, queries, keys)
-    assert made.lo is not None and made.hi is not None
-    assert (made.lo.tolist(), made.hi.tolist()) == (lo, hi)
-    assert visible_pairs(mask, queries, keys) == sum(hi) - sum(lo)
 
 
 def test_visible_pairs_is_an_int_and_counts_past_32_bits() -> None:
@@ -252,6 +255,13 @@ def test_block_masks_are_values() -> None:
     assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 visible, [0-9a-f]{16}>", text) for text in shown)
 
 
+def test_patterns_of_too_many_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_module, "MAX_BLOCKS", 4)
+    assert len(strided(16, 4, stride=4).visible) == 4
+    with pytest.raises(ValueError, match=r"block is 4: 17 positions have 5 blocks.* at least 5"):
+        strided(17, 4, stride=4)
+
+
 def test_spans_must_be_whole_blocks() -> None:
     blocks = strided(10, 4, stride=4)
     thirds, all_on_one = Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])  # the last block is short
@@ -262,6 +272,7 @@ def test_spans_must_be_whole_blocks() -> None:
     for layout, message in (
         (Layout.uneven([3, 7]), r"layout gives rank 0 the span \(0, 3, 1\): with block_mask every span must be a"),
         (Layout([[(0, 4)], [(6, 4)]]), r"layout gives rank 1 the span \(6, 4, 1\)"),
+        (Layout([[(0, 7)], [(8, 2)]]), r"layout gives rank 0 the span \(0, 7, 1\)"),
         (Layout.striped(8, 2), r"layout gives rank 0 the span \(0, 4, 2\)"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):

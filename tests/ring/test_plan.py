@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.comm.topology.topology import Topology
+from ringattn.kernels.shared_cache import SharedValue
+from ringattn.ring.schedule import plan as plan_module
 from ringattn.ring.schedule.layout import Layout
-from ringattn.ring.schedule.mask import Mask, visible_pairs
+from ringattn.ring.schedule.mask import BlockMask, Mask, visible_pairs
 from ringattn.ring.schedule.plan import Plan, plan
 from ringattn.ring.schedule.schedule import schedule
 from ringattn.ring.schedule.visibility import cut_keys, sent_keys
@@ -63,6 +66,8 @@ def test_plan_matches_the_schedule_and_the_visible_pairs(
         theirs = (sent if hop.index else layout).positions(hop.shard)
         pairs = visible_pairs(mask, mine, theirs)
         assert bool(parts) == (pairs > 0 or hop.index == 0)
+        at = [(part.positions.queries, part.positions.keys(part.shard)) for part in parts]
+        assert all(q.equal(mine) and k.equal(theirs) and q.dtype == k.dtype == torch.int32 for q, k in at)
         if parts:
             assert sum(int(dense_mask(part.bounds, len(mine), len(theirs)).sum()) for part in parts) == pairs
     launched = [hop.index for hop, parts in zip(steps.hops, steps.hop_masks, strict=True) if parts]
@@ -124,18 +129,37 @@ def test_slots_do_not_grow_with_the_world() -> None:
     assert plan_of(Topology.grid(2, 4), early, rank=6).dkv_slots == 5
 
 
-def test_a_plan_lists_its_device_tensors() -> None:
+def test_a_plan_lists_its_device_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams wait for these tensors before they read a cached plan."""
-    made = plan(Layout.contiguous(40, 2), Mask(True, (4, 0), used=(30, 10)), 0, 1, CPU)
-    bounds = [part.bounds for hop in made.hop_masks for part in hop]
-    tensors = [made.send_index, *(x for each in bounds for x in (each.lo, each.hi, each.seqused_k))]
-    assert made.send_index is not None and any(each.seqused_k is not None for each in bounds)
-    assert {*map(id, tensors)} == {*map(id, made.device_tensors())}
+    for runs in (1, 2):
+        listed: list[torch.Tensor | None] = []
+        monkeypatch.setattr(plan_module, "SharedValue", lambda made, x: listed.extend(x) or SharedValue(made, ()))  # noqa: B023
+        made = plan(Layout.contiguous(40, 2), Mask(True, (4, 0), used=(30, 10)), 0, 1, CPU, runs=runs)
+        each_run = made.runs or (made,)
+        bounds = [part.bounds for run in each_run for hop in run.hop_masks for part in hop]
+        tensors = [run.send_index for run in each_run]
+        tensors += [x for each in bounds for x in (each.lo, each.hi, each.seqused_k)]
+        assert made.send_index is not None and any(each.seqused_k is not None for each in bounds)
+        assert {*map(id, tensors)} == {*map(id, listed)}
+
+
+def test_kernels_are_compiled_for_every_kind_of_bounds_of_a_plan() -> None:
+    halves, blocks = Layout.contiguous(40, 2), BlockMask(torch.eye(2, dtype=torch.bool), 20)
+
+    def kinds(mask: Mask, layout: Layout = halves, rank: int = 1, runs: int = 1) -> set[tuple[bool, ...]]:
+        return {*plan(layout, mask, rank, 1, CPU, runs=runs).mask_kinds}
+
+    full, bounded, padded, sparse = (True,) * 3, (False, True, True), (False, False, True), (True, True, False)
+    assert kinds(Mask()) == {full} and kinds(CAUSAL) == {full, bounded}
+    assert kinds(CAUSAL, rank=0, runs=2) == {bounded}
+    assert kinds(Mask(used=(10, 40))) == {(True, False, True)} and kinds(Mask(True, used=(30, 20))) == {padded, full}
+    assert kinds(Mask(blocks=blocks)) == {full}  # the block of a hop is visible as a whole
+    assert kinds(Mask(blocks=blocks), Layout.uneven([0, 40])) == {sparse}
 
 
 def test_plans_are_cached() -> None:
     layout = Layout.zigzag(16, 2)
     first = plan(layout, CAUSAL, 0, 1, CPU)
-    assert plan(Layout.zigzag(16, 2), Mask(causal=True), 0, 1, CPU) is first
     for other in (plan(layout, CAUSAL, 1, 1, CPU), plan(layout, CAUSAL, 0, -1, CPU), plan(layout, Mask(), 0, 1, CPU)):
         assert other is not first
+    assert plan(Layout.zigzag(16, 2), Mask(causal=True), 0, 1, CPU) is first

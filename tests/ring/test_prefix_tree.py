@@ -173,6 +173,7 @@ def test_ranks_with_different_trees_are_refused_before_log_probabilities_are_gat
 
 @pytest.mark.parametrize("path", [
     "0", torch.zeros(4), torch.zeros(3).long(), torch.zeros(4).long(), torch.tensor([0, 2, 3, 4]),
+    torch.tensor([0, 1, 2, 4]),
 ])  # fmt: skip
 def test_wrong_path_positions_are_refused(path: Any) -> None:
     at = torch.arange(4)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds
-from ringattn.ring import Mask
+from ringattn.ring import Mask, rectangles
 from ringattn.ring.local import regions as cutting
-from ringattn.ring.local.regions import Region, RegionKind, key_limits, regions
+from ringattn.ring.local.regions import Region, RegionKind, key_limits, regions, split_work
 from ringattn.ring.schedule.mask import bounds as bounds_of
 
 from ..support.kernel_cases import visible as visible_pairs
@@ -82,7 +82,7 @@ def test_regions_cover_every_visible_pair_once(
 ) -> None:
     bounds, rows, keys = case
     with mock.patch.dict(vars(cutting), constants):
-        cut = regions(bounds, rows, keys, **how)
+        cut = rectangles(bounds, rows, keys) if "exact" in how else regions(bounds, rows, keys, **how)
     batch = 1 if bounds.seqused_k is None else len(bounds.seqused_k)
     visible = visible_pairs(bounds, batch, rows, keys)[:, 0]
     covered = torch.zeros(visible.shape, dtype=torch.int32)
@@ -103,6 +103,27 @@ def test_rows_after_a_rectangle_form_one_square() -> None:
     positions = torch.cat([torch.arange(0, 150), torch.arange(450, 900)])
     (whole,) = regions(bounds_of(CAUSAL, positions, positions), 600, 600)
     assert whole.kind is RegionKind.CAUSAL
+
+
+def test_half_of_the_work_is_split_off() -> None:
+    """Half of 232 pairs are a rectangle, a triangle and four rows of the blockwise region."""
+    rectangle, triangle = Region(RegionKind.RECTANGLE, 0, 4, 0, 10), Region(RegionKind.CAUSAL, 4, 12, 10, 18)
+    rows, last = Region(RegionKind.BLOCKWISE, 12, 22, 0, 12), Region(RegionKind.RECTANGLE, 22, 26, 0, 10)
+    assert split_work([rectangle, triangle, rows, last]) == (
+        (rectangle, triangle, rows._replace(row_end=16)),
+        (rows._replace(row=16), last),
+    )
+
+
+def test_empty_shards_have_no_rectangles() -> None:
+    assert rectangles(FULL, 0, 5) == rectangles(FULL, 5, 0) == ()
+
+
+def test_long_blockwise_regions_are_cut() -> None:
+    """A region copies its keys, so that its size limits the memory of a hop."""
+    lo, most = torch.arange(10_000, dtype=torch.int32), cutting.MAX_BLOCKWISE_ROWS
+    cut = regions(Bounds(lo, lo + 5), 10_000, 10_004, use_operator=False)
+    assert [(each.row, each.row_end) for each in cut] == [(0, most), (most, 2 * most), (2 * most, 10_000)]
 
 
 def test_regions_are_cached_per_bounds() -> None:
