@@ -174,13 +174,17 @@ def test_a_damaged_checkpoint_is_refused(name: str, finished: Job, tmp_path: Pat
     assert contents(tmp_path) == before  # no mark, and the older checkpoint is untouched
 
 
-def go_on(rank: int, job: Job, places: list[list[Path]]) -> list[CallOutcome]:
-    """Continue training where ranks 0 and 1 each see their own folder ``runs``, as on machines that share none."""
+def go_on(rank: int, job: Job, places: list[list[Path]]) -> tuple[list[CallOutcome], list[dict[int, float]]]:
+    """Continue training where ranks 0 and 1 each see their own folder ``runs``, as on machines that share none.
+
+    Also return the losses of training from the start, with one ring of both ranks and with a ring for each.
+    """
     ends = []
     for place in places[rank]:
         os.chdir(place)
         ends.append(call_outcome(lambda: train_on_mesh(job, read_text(), CPU)))
-    return ends
+    fresh = (replace(job, checkpoint=None, data=data) for data in (1, 2))
+    return ends, [train_on_mesh(each, read_text(), CPU).losses for each in fresh]
 
 
 def test_two_ranks_refuse_alike_and_continue_from_the_last(finished: Job, tmp_path: Path) -> None:
@@ -199,7 +203,10 @@ def test_two_ranks_refuse_alike_and_continue_from_the_last(finished: Job, tmp_pa
         places.append([good if name == "truncated tensors" else tmp_path / name, tmp_path / name])
     places.append([good, good])
     before = contents(tmp_path)
-    ends = group_results(2, partial(go_on, job=job, places=[[*column] for column in zip(*places, strict=True)]))
+    results = group_results(2, partial(go_on, job=job, places=[[*column] for column in zip(*places, strict=True)]))
+    ends, losses = zip(*results, strict=True)
+    whole = train_virtual_ranks(replace(job, checkpoint=None), read_text(), 1).losses
+    assert all(run == pytest.approx(whole, rel=1e-6) for runs in losses for run in runs)
     *refused, last = zip(*ends, strict=True)
     for pair, both in zip(places[:-1], refused, strict=True):
         assert [kind for kind, *_ in both] == ["JobError"] * 2, (pair, both)

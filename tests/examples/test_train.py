@@ -48,20 +48,87 @@ def recorded(rank: int, job: Job, recorder: TrainingRecorder) -> TrainingRun:
     return TrainingRun(train_on_mesh(job, read_text(), CPU, recorder), recorder.gradients)
 
 
-@pytest.mark.parametrize("block", [1, 7, 300])
-def test_blockwise_losses_and_gradients_equal_the_plain_ones(block: int) -> None:
-    tokens, labels = torch.randint(256, (2, 2, 30), generator=torch.Generator().manual_seed(0))
+SIZES: dict[str, int] = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
 
-    def backward(block: int | None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        model = Decoder(layers=2, heads=4, kv_heads=2, head_dim=8, block=block)
+
+def plain_losses(model: Decoder, tokens: Tensor, positions: Tensor, attend: Any, labels: Tensor) -> Tensor:
+    """Compute the losses of :class:`Decoder` with plain operations, and rotary embedding with complex numbers."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    def turn(x: Tensor) -> Tensor:
+        angles = positions[:, None, None] * 10_000.0 ** (-torch.arange(0, 8, 2).double() / 8)
+        turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+
+    x = model.embed.weight[tokens]
+    for layer in model.layers:
+        weights: Any = {name: part.weight for name, part in layer.named_children()}
+        y = norm(x, weights["attention_norm"])
+        q, k, v = ((y @ weights[name].mT).unflatten(-1, (-1, 8)) for name in ("query", "key", "value"))
+        x = x + attend(turn(q), turn(k), v).flatten(2) @ weights["out"].mT
+        y = norm(x, weights["feed_norm"])
+        x = x + (torch.nn.functional.silu(y @ weights["gate"].mT) * (y @ weights["up"].mT)) @ weights["down"].mT
+    logits = norm(x, model.norm.weight) @ model.head.weight.mT
+    return -logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("block", [1, 7, 300, None])
+def test_losses_and_gradients_equal_plain_operations(block: int | None) -> None:
+    tokens, labels = torch.randint(256, (2, 2, 30), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(30) * 1000  # far apart, so that angles need float64
+
+    def backward(losses_of: Any, dtype: torch.dtype) -> list[Tensor]:
+        model = Decoder(**SIZES, block=block)
         model.initialize(0)
         model.to(dtype)
-        losses = model(tokens, torch.arange(30), sdpa_attention, labels)
+        losses = losses_of(model, tokens, positions, sdpa_attention, labels)
         return [losses, *torch.autograd.grad(losses.sum(), [*model.parameters()])]
 
-    names = ("losses", *(name for name, _ in Decoder(layers=2, heads=4, kv_heads=2, head_dim=8).named_parameters()))
-    for given in zip(names, backward(block), backward(None), backward(None, torch.float64), strict=True):
+    names = ("losses", *(name for name, _ in Decoder(**SIZES).named_parameters()))
+    single, double = (backward(plain_losses, dtype) for dtype in (torch.float32, torch.float64))
+    for given in zip(names, backward(Decoder.forward, torch.float32), single, double, strict=True):
         assert_as_exact_as_pytorch(*given)
+    model = Decoder(**SIZES, block=block)
+    logits = model(tokens, positions, sdpa_attention)
+    expected = torch.nn.functional.cross_entropy(logits.mT, labels, reduction="none")
+    torch.testing.assert_close(model(tokens, positions, sdpa_attention, labels), expected)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_initial_weights_have_unit_gain_and_depend_on_the_seed_alone(seed: int) -> None:
+    model, generator = Decoder(**SIZES), torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    model.initialize(seed)
+    for module in model.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            assert module.weight.eq(1).all()
+        elif isinstance(module, torch.nn.Embedding | torch.nn.Linear):
+            std = module.weight.shape[1] ** -0.5 if isinstance(module, torch.nn.Linear) else 1.0
+            assert module.weight.equal(torch.empty(module.weight.shape).normal_(std=std, generator=generator))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_process_trains_in_a_group_on_its_own_device(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the group after an error, too."""
+    calls: list[Any] = []
+    for home, name in ((dist, "init_process_group"), (dist, "destroy_process_group"), (torch.cuda, "set_device")):
+        monkeypatch.setattr(home, name, lambda *given, name=name: calls.append((name, *given)))
+
+    def fail(*given: Any) -> None:
+        calls.append(given)
+        raise JobError("no text")
+
+    monkeypatch.setattr(train, "train_on_mesh", fail)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(JobError, match="no text"):
+        train.train_process(TINY, b"text")
+    device = torch.device("cuda", 3) if gpu else CPU
+    in_group = [("init_process_group",), (TINY, b"text", device), ("destroy_process_group",)]
+    assert calls == [("set_device", device)] * gpu + in_group
 
 
 def test_the_forward_ring_runs_once(forward_rings: list[object]) -> None:

@@ -248,38 +248,6 @@ def test_the_largest_scores_since_the_last_clip() -> None:
             assert doubled.equal(2 * first) and kept.equal(doubled)
 
 
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"cp_comm_type": "a2a"}, {}, "cp_comm_type"),
-    ({"config": {"flash_decode": True}}, {}, "flash_decode"),
-    ({"k_channels": 8}, {}, "k_channels"),
-    ({"config": {"context_parallel_size": 2}}, {}, "config.context_parallel_size is 2, .*has 1"),
-    ({"config": {"context_parallel_size": 2}, "cp": None}, {}, "pg_collection.cp is None"),
-    ({"tp": None}, {}, "pg_collection.tp is None"),
-    ({}, {"attention_bias": torch.zeros(1)}, "attention_bias"),
-    ({}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask"),
-    ({}, {"attn_mask_type": "padding"}, "padding"),
-    ({}, {"attn_mask_type": "arbitrary"}, "arbitrary"),
-    ({}, {"key": torch.zeros(9, 1, GROUPS, DIM)}, "inference_context"),
-    ({}, {"packed_seq_params": {"qkv_format": "sbhd", "local_cp_size": 2}}, "local_cp_size"),
-]
-
-
-@pytest.mark.parametrize(("made", "called", "named"), REFUSED)
-def test_refused_options_are_named(made: dict[str, Any], called: dict[str, Any], named: str) -> None:
-    with on_the_cpu() as core, pytest.raises((ValueError, NotImplementedError), match=named):
-        fields = {**made}
-        config = config_of(core, **fields.pop("config", {}))
-        groups = SimpleNamespace(tp=fields.pop("tp", ALONE), cp=fields.pop("cp", ALONE))
-        module = core.RingCoreAttention(config, 1, core.AttnMaskType.causal, "self", pg_collection=groups, **fields)
-        q, k, v, _ = draw((8, 1))
-        call: dict[str, Any] = {"query": q, "key": k, "value": v, "attention_mask": None} | called
-        if "attn_mask_type" in call:
-            call["attn_mask_type"] = core.AttnMaskType[call["attn_mask_type"]]
-        if "packed_seq_params" in call:
-            call["packed_seq_params"] = core.PackedSeqParams(**call["packed_seq_params"])
-        module(**call)
-
-
 def test_ring_attention_in_specs_of_layers_and_blocks() -> None:
     with on_the_cpu() as core:
         latent = core.get_gpt_layer_local_spec(multi_latent_attention=True)

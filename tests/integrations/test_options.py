@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from enum import Enum
 from importlib import import_module
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import masking_utils as masking
 
 from ringattn.integrations import ring_attention_pytorch, ring_flash_attn, torch_sdpa, transformers, yunchang
+from ringattn.integrations.formats import Boundaries
 from ringattn.integrations.transformer_engine import DotProductAttention
 from ringattn.ring import prefix_tree
 
@@ -47,7 +49,7 @@ class MegatronModule(nn.Module):
 
 
 class AttnMaskType(Enum):
-    padding, causal, no_mask = range(3)
+    padding, causal, no_mask, arbitrary = range(4)
 
 
 def is_layer_window_attention(window: Any, skip: int | None, layer: int) -> bool:
@@ -56,7 +58,11 @@ def is_layer_window_attention(window: Any, skip: int | None, layer: int) -> bool
 
 STAND_INS: dict[str, dict[str, Any]] = {
     "megatron.core.packed_seq_params": {"PackedSeqParams": SimpleNamespace},
-    "megatron.core.process_groups_config": {"ProcessGroupCollection": SimpleNamespace},
+    "megatron.core.process_groups_config": {
+        "ProcessGroupCollection": Mock(
+            use_mpu_process_groups=lambda required_pgs: SimpleNamespace(**dict.fromkeys(required_pgs, group_of(2, 3)))
+        )
+    },
     "megatron.core.transformer.dot_product_attention": {"DotProductAttention": Mock(sharded_state_dict=None)},
     "megatron.core.transformer.enums": {"AttnMaskType": AttnMaskType},
     "megatron.core.transformer.module": {"MegatronModule": MegatronModule},
@@ -106,10 +112,9 @@ def transformer_engine(call: Call | None = None, *, train: bool = True, keys: in
     module(Q, k, k, **call or {})
 
 
-def megatron(
-    call: Call | None = None, *, train: bool = True, tp: Any = None, cp: Any = None, layer: int = 1, heads: int = 4,
-    own: Call | None = None, **fields_of_config: Any,
-) -> Any:  # fmt: skip
+def megatron_module(
+    *, tp: Any = None, cp: Any = None, layer: int = 1, heads: int = 4, own: Call | None = None, **fields_of_config: Any
+) -> Any:
     integration = import_module("ringattn.integrations.megatron")
     fields = {
         "context_parallel_size": 1, "kv_channels": 16, "attention_dropout": 0.0, "window_size": None,
@@ -118,15 +123,20 @@ def megatron(
         **dict.fromkeys(OFF, False),
     }  # fmt: skip
     config = SimpleNamespace(**fields | fields_of_config)
-    groups = SimpleNamespace(tp=tp or group_of(0, 1), cp=cp)
+    groups = {"pg_collection": SimpleNamespace(tp=tp or group_of(0, 1), cp=cp)}
     make = integration.RingCoreAttention
-    module = make(config, layer, AttnMaskType.causal, "self", pg_collection=groups, **own or {})
+    module = make(config, layer, AttnMaskType.causal, "self", **groups | (own or {}))
     if module.softmax_offset is not None:
         assert module.softmax_offset.shape == SINK.shape
         module.softmax_offset.data.copy_(SINK)
+    return module
+
+
+def megatron(call: Call | None = None, *, train: bool = True, **made: Any) -> Any:
     call = call or {}
-    tensors = (x[0] for x in (Q, K, K)) if "packed_seq_params" in call else (x.transpose(0, 1) for x in (Q, K, K))
-    return module.train(train)(*tensors, None, **call)
+    is_packed = getattr(call.get("packed_seq_params"), "qkv_format", None) == "thd"
+    q, k, v = (x[0] if is_packed else x.transpose(0, 1) for x in (Q, K, K))
+    return megatron_module(**made).train(train)(**{"query": q, "key": k, "value": v, "attention_mask": None} | call)
 
 
 def attend(mask_function: Any = None, is_causal: bool | None = True, packed: Any = None, **options: Any) -> None:
@@ -268,6 +278,7 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"qk_clip": True}, {"return_max_logits": True}),
         ({"log_max_attention_logit": True}, {"return_max_logits": True}),
         ({"heads": 12, "tp": group_of(2, 3)}, {"first_head": 8}),
+        ({"heads": 12, "context_parallel_size": 3, "own": {"pg_collection": None}}, {"first_head": 8}),
     ],
     attend: [
         ({"scaling": 0.5}, {"softmax_scale": 0.5}),
@@ -317,6 +328,7 @@ def record(monkeypatch: pytest.MonkeyPatch, driver: Driver, given: Call) -> tupl
         q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_logits: bool = False, **call: Any
     ) -> Any:
         calls.append(call | {"return_lse": return_lse, "return_max_logits": return_max_logits})
+        assert {x.stride(-1) for x in (q, k, v)} == {1}
         out = torch.ones(*q.shape[:-1], v.shape[-1])
         more = [torch.zeros(q.shape[0], q.shape[2], q.shape[1])] * return_lse + [torch.zeros(4)] * return_max_logits
         return (out, *more) if more else out
@@ -346,6 +358,16 @@ def test_an_option_reaches_the_call(
 
 
 @pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("driver", [x for x in HOMES if x is not attend])
+def test_tensors_reach_the_call_with_unit_strides(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
+    """``attend`` is left out, because models of transformers make such tensors themselves."""
+    for name in ("Q", "K"):
+        monkeypatch.setitem(globals(), name, globals()[name].mT.contiguous().mT)
+    monkeypatch.setitem(globals(), "HEAD_FIRST", tuple(x.mT.contiguous().mT for x in HEAD_FIRST))
+    record(monkeypatch, driver, {})
+
+
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("home", sorted({*HOMES.values()}))
 def test_every_option_that_an_integration_passes_has_a_case(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
     drivers = [driver for driver, name in HOMES.items() if name == home]
@@ -368,11 +390,84 @@ def test_megatron_padding_between_documents_is_masked_and_zero() -> None:
     assert out.any(-1).tolist() == [True, True, True, False, True, True, False, False]
 
 
+FOUR, TWO = group_of(0, 4), group_of(0, 2)
+SPLIT: Call = {"context_parallel_size": 4, "cp": FOUR}
+
+
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(("own", "size", "group"), [(None, None, "layer"), (None, 1, None), ("own", 2, "own")])
-def test_megatron_takes_the_group_of_the_micro_batch(own: Any, size: int | None, group: Any) -> None:
-    packed = SimpleNamespace(cp_group=own, local_cp_size=size)
-    assert import_module("ringattn.integrations.megatron")._micro_batch_group(packed, "layer") == group
+@pytest.mark.parametrize(
+    ("made", "packed", "mask", "expected"),
+    [
+        ({"cp": FOUR}, None, "causal", (1, "sbhd", "causal")),
+        (SPLIT, None, "no_mask", (4, "sbhd", "no_mask")),
+        (SPLIT, {"qkv_format": None}, "causal", (4, "sbhd", "causal")),
+        (SPLIT, {"qkv_format": "thd"}, "causal", (4, "thd", "padding_causal")),
+        (SPLIT, {"qkv_format": "thd", "local_cp_size": 1}, "no_mask", (1, "thd", "padding")),
+        (SPLIT, {"qkv_format": "thd", "local_cp_size": 2, "cp_group": TWO}, "padding", (2, "thd", "padding")),
+        (SPLIT, {"qkv_format": "thd", "cp_group": TWO}, "padding", (2, "thd", "padding")),
+    ],
+)
+def test_group_format_and_boundaries_of_a_megatron_micro_batch(
+    made: Call, packed: Call | None, mask: str, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edges = Boundaries(*(torch.tensor([0, 8]) for _ in range(4)))
+    named = {f"cu_seqlens_{side}": x for side, x in edges._asdict().items()}
+    attended: Any = Mock(return_value=Q)
+    monkeypatch.setattr(import_module("ringattn.integrations.megatron"), "attend_format", attended)
+    micro_batch = None if packed is None else SimpleNamespace(**named | packed)
+    megatron({"packed_seq_params": micro_batch, "attn_mask_type": AttnMaskType[mask]}, **made)
+    call = attended.call_args.kwargs
+    assert (call["group"].size(), call["qkv_format"], call["attn_mask_type"]) == expected
+    assert call["boundaries"] == (Boundaries() if packed is None else edges)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_megatron_keeps_the_largest_scores_until_they_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = [torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0]), torch.tensor([0.0, 1.0])]
+    attended = Mock(side_effect=[(Q, x) for x in scores])
+    monkeypatch.setattr(import_module("ringattn.integrations.megatron"), "attend_format", attended)
+    module, largest = megatron_module(qk_clip=True), []
+    for reset in (False, False, True):
+        module.current_max_attn_logits = None if reset else module.current_max_attn_logits
+        assert module(Q, Q, Q, None) is Q
+        largest.append(module.current_max_attn_logits.tolist())
+    assert largest == [[1, 5], [3, 5], [0, 1]]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("initialize", [True, False])
+def test_the_learnable_sink_of_megatron_is_drawn_in_its_dtype(initialize: bool) -> None:
+    drawn = Mock()
+    made: Call = {"params_dtype": torch.bfloat16, "perform_initialization": initialize, "init_method": drawn}
+    sink = megatron_module(softmax_type="learnable", **made).softmax_offset
+    assert sink.dtype == torch.bfloat16 and drawn.call_count == initialize
+    assert not initialize or drawn.call_args.args[0] is sink
+
+
+MEGATRON_REFUSED: list[tuple[Call, Call, str]] = [
+    *(({field: True}, {}, f"config.{field} is on") for field in OFF),
+    *((SPLIT | {"cp": group_of(0, size)}, {}, f"context_parallel_size is 4, .* has {size} ranks") for size in (2, 8)),
+    (SPLIT | {"cp": None}, {}, "pg_collection.cp is None"),
+    ({"tp": "tp"}, {}, "pg_collection.tp is 'tp'"),
+    ({"own": {"cp_comm_type": "a2a"}}, {}, "cp_comm_type is 'a2a'"),
+    ({"softmax_type": "sigmoid"}, {}, "softmax_type is 'sigmoid'"),
+    ({"own": {"k_channels": 8}}, {}, r"head dims \(16, 16\): .* \(8, 16\)"),
+    ({"own": {"v_channels": 8}}, {}, r"head dims \(16, 16\): .* \(16, 8\)"),
+    ({}, {"attention_bias": Q}, "attention_bias is given"),
+    ({}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask has shape"),
+    ({}, {"attn_mask_type": AttnMaskType.padding}, "attn_mask_type is 'padding'"),
+    ({}, {"attn_mask_type": AttnMaskType.arbitrary}, "attn_mask_type is 'arbitrary'"),
+    ({}, {"key": K.expand(9, 8, 2, 16)}, "query has 8 tokens and key has 9"),
+    ({}, {"packed_seq_params": SimpleNamespace(qkv_format="sbhd", local_cp_size=2, cu_seqlens_q=None,
+     cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)}, "local_cp_size is 2 and cp_group"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("made", "called", "named"), MEGATRON_REFUSED)
+def test_refused_options_of_megatron_are_named(made: Call, called: Call, named: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=named):
+        megatron(called, **made)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -388,45 +483,66 @@ def test_with_ring_attention_changes_a_copy_of_a_megatron_spec() -> None:
     ):
         (layer,) = checked_spec.submodules.layer_specs
         assert [getattr(layer.submodules, name).submodules.core_attention for name in names] == expected
+    with pytest.raises(ValueError, match="spec is a SimpleNamespace without core_attention"):
+        integration.with_ring_attention(spec_of(self_attention=spec_of()))
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("field", OFF)
-def test_fields_of_megatron_that_must_be_off(field: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"config.{field} is on"):
-        megatron(**dict.fromkeys([field], True))  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("size", [2, 8])
-def test_a_group_whose_size_contradicts_megatron_s_config_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"config.context_parallel_size is 4, .* has {size} ranks"):
-        megatron(context_parallel_size=4, cp=group_of(0, size))
-
-
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("uneven", ["ring_anything", "ulysses_anything"])
-def test_diffusers_uneven_shards_give_queries_and_keys_their_own_lengths(
-    uneven: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    integration, calls = import_module("ringattn.integrations.diffusers"), list[Call]()
-    fields: Call = {"ring_anything": False, "ulysses_anything": False, "convert_to_fp32": True, "ulysses_degree": 1}
-    context = SimpleNamespace(**fields | {uneven: True}, _ring_mesh=None, _flattened_mesh=group_of(0, 2))
-    context._flattened_mesh.get_group = lambda: None
-    monkeypatch.setattr(integration, "gather_size_by_comm", lambda tokens, group: [tokens, 3])
-
-    def recording(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
-        calls.append(call)
-        return q, q[..., 0].mT
-
-    monkeypatch.setattr(integration, "ring_attention", recording)
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("uneven", ["ring_anything", "ulysses_anything", ""])
+def test_mesh_and_layouts_of_a_diffusers_config(uneven: str, degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With uneven shards, queries and keys have their own lengths."""
+    integration, attended = import_module("ringattn.integrations.diffusers"), Mock(return_value=(Q, Q[..., 0].mT))
+    flags = dict.fromkeys(("ring_anything", "ulysses_anything"), False) | dict.fromkeys([uneven] * bool(uneven), True)
+    context = SimpleNamespace(
+        **flags, convert_to_fp32=True, ulysses_degree=degree, _ring_mesh="ring", _mesh={("ring", "ulysses"): "both"},
+        _flattened_mesh=SimpleNamespace(get_group=lambda: "all"),
+    )  # fmt: skip
+    monkeypatch.setattr(integration, "gather_size_by_comm", lambda tokens, group: [tokens, {"all": 3}[group]])
+    monkeypatch.setattr(integration, "ring_attention", attended)
     given: Call = {"enable_gqa": True, "_parallel_config": SimpleNamespace(context_parallel_config=context)}
     _, lse = integration._attention(Q, K[:, :5], K[:, :5], **given)
-    assert [calls[0][name].lengths for name in ("layout", "kv_layout")] == [(8, 3), (5, 3)]
-    assert lse.shape == Q.shape[:3]
+    call = attended.call_args.kwargs
+    assert call["group"] == {1: "ring", 2: "both"}[degree] and lse.shape == Q.shape[:3]
+    layouts = [call[name] for name in ("layout", "kv_layout")]
+    assert [getattr(x, "lengths", x) for x in layouts] == ([(8, 3), (5, 3)] if uneven else ["contiguous"] * 2)
     context.convert_to_fp32 = False
     with pytest.raises(NotImplementedError, match="convert_to_fp32 is False"):
         integration._attention(Q, K, K, **given)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_diffusers_calls_without_a_config_and_refused_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    integration, attended = import_module("ringattn.integrations.diffusers"), Mock(return_value=Q)
+    monkeypatch.setattr(integration, "ring_attention", attended)
+    integration._attention(Q, Q, Q)
+    assert attended.call_args.kwargs["group"] is integration.SINGLE_RANK
+    with pytest.raises(ValueError, match="key has 2 heads and query has 4.*enable_gqa"):
+        integration._attention(Q, K, K)
+    with pytest.raises(NotImplementedError, match="attn_mask is a Tensor.*window"):
+        integration._attention(Q, Q, Q, MASK)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_backend_of_diffusers_is_registered_once_and_takes_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    integration, registered = import_module("ringattn.integrations.diffusers"), list[Any]()
+    names: Any = Enum("names", {"NATIVE": "native"}, type=str)
+    registry = SimpleNamespace(
+        register=lambda *backend, **options: lambda function: registered.append((*backend, options, function)),
+        _supported_arg_names=defaultdict(set),
+    )
+    monkeypatch.setattr(integration, "AttentionBackendName", names)
+    monkeypatch.setattr(integration, "_AttentionBackendRegistry", registry)
+    for version in ("0.41.9", "0.43.0", "0.4"):
+        monkeypatch.setattr(integration.diffusers, "__version__", version, raising=False)
+        with pytest.raises(RuntimeError, match=f"diffusers is {version}: .* needs 0.42.x"):
+            integration.register()
+    monkeypatch.setattr(integration.diffusers, "__version__", "0.42.1")
+    integration.register()
+    integration.register()
+    assert [(x.name, x.value) for x in names] == [("NATIVE", "native"), ("RINGATTN", "ringattn")]
+    assert registered == [(names("ringattn"), {"supports_context_parallel": True}, integration._attention)] * 2
+    assert "an unknown argument" in registry._supported_arg_names[names["RINGATTN"]]
 
 
 def test_a_window_without_a_mask_is_refused() -> None:
