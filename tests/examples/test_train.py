@@ -131,9 +131,46 @@ def test_a_process_trains_in_a_group_on_its_own_device(gpu: bool, monkeypatch: p
     assert calls == [("set_device", device)] * gpu + in_group
 
 
-def test_the_forward_ring_runs_once(forward_rings: list[object]) -> None:
-    train_virtual_ranks(replace(TINY, steps=1), read_text(), 2)
+def test_the_forward_ring_runs_once(forward_rings: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the loss with the mean over the text's first bytes, too, and close the rings after the run."""
+    rings: list[Ring] = []
+    monkeypatch.setattr(train, "Ring", lambda group, **options: rings.append(Ring(group, **options)) or rings[-1])
+    run = train_virtual_ranks(replace(TINY, steps=1), read_text(), 2)
     assert len(forward_rings) == 2 * TINY.layers
+    model, text = Decoder(**SIZES), torch.tensor([*read_text()[: 2 * TINY.seqlen + 1]])
+    model.initialize(TINY.seed)
+    rows = text[:-1].view(2, -1), text[1:].view(2, -1)
+    losses = model(rows[0], torch.arange(TINY.seqlen), sdpa_attention, rows[1])
+    assert run.losses == {0: pytest.approx(losses.mean().item(), rel=1e-6)}
+    for ring in rings:
+        with pytest.raises(ValueError, match="ring is closed"):
+            ring.open(CPU)
+
+
+def one_process(job: Job, text: bytes, gather: Any = lambda flat: flat[None], **setup: Any) -> train.Training:
+    part = RankSetup(0, slice(None), torch.arange(job.seqlen), attend=no_attention, gather=gather)
+    return train.Training(job, text, CPU, replace(part, **setup))
+
+
+def test_rows_are_consecutive_pieces_of_a_text_that_wraps_around() -> None:
+    job, text = replace(TINY, seqlen=4, batch=2), b"abcdefghijk"
+    training = one_process(job, text, rows=slice(1, 2), positions=torch.tensor([0, 1, 3]))
+    for step, tokens, labels in ((0, b"efh", b"fgi"), (1, b"bce", b"cdf")):
+        assert [bytes(*x.tolist()) for x in training._batch(step)] == [tokens, labels]
+
+
+COMPARED = [*(f"--{name.replace('_', '-')}" for name in vars(TINY)), "the text"]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_jobs_and_texts_that_differ_between_ranks_are_refused(name: str) -> None:
+    comparisons = iter(COMPARED)
+
+    def gather(digest: Tensor) -> Tensor:
+        return torch.stack([digest, digest ^ int(next(comparisons) == name)])
+
+    with pytest.raises(JobError, match=f"^{name} differs between ranks"):
+        one_process(TINY, b"text", gather)
 
 
 @pytest.mark.nightly
@@ -174,8 +211,7 @@ def test_fully_sharded_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> 
         )
 
     monkeypatch.setattr(train, "fully_shard", fully_shard)
-    part = RankSetup(0, slice(0, 1), torch.arange(TINY.seqlen), attend=no_attention, gather=lambda flat: flat[None])
-    train.Training(replace(TINY, data=2), b"text", CPU, replace(part, fully_sharded=True))
+    one_process(replace(TINY, data=2), b"text", fully_sharded=True)
     assert calls == [("divide", 1.0), ("sum", True)] * (TINY.layers + 1)
 
 

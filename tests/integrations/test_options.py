@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from enum import Enum
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -139,13 +140,20 @@ def megatron(call: Call | None = None, *, train: bool = True, **made: Any) -> An
     return megatron_module(**made).train(train)(**{"query": q, "key": k, "value": v, "attention_mask": None} | call)
 
 
-def attend(mask_function: Any = None, is_causal: bool | None = True, packed: Any = None, **options: Any) -> None:
-    """Call transformers' attention interface with a mask from its mask interface; ``packed`` goes to ``sharded``."""
-    mask = None
-    with transformers.sharded(nn.Module(), None, **packed or {}):
-        if mask_function is not None:
-            mask = transformers.mask_interface(q_length=8, kv_length=8, mask_function=mask_function)
-        transformers.attention_interface(nn.Module(), *HEAD_FIRST, mask, is_causal=is_causal, **options)
+def attend(
+    mask_function: Any = None, is_causal: bool | None = True, packed: Any = None, unused: Any = None,
+    module: Call | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Call transformers' attention interface with a mask from its mask interface; ``packed`` goes to ``sharded``.
+
+    ``unused`` is the function of another mask, and ``module`` has attributes of the calling module.
+    """
+    masks, caller = {None: None}, nn.Module()
+    vars(caller).update(module or {})
+    with transformers.sharded(caller, None, **packed or {}):
+        for function in filter(None, (mask_function, unused)):
+            masks[function] = transformers.mask_interface(q_length=8, kv_length=8, mask_function=function)
+        transformers.attention_interface(caller, *HEAD_FIRST, masks[mask_function], is_causal=is_causal, **options)
 
 
 def long_context(made: Callable[..., Any], *tensors: Tensor, train: bool, **options: Any) -> None:
@@ -220,7 +228,15 @@ def unchanged(**options: Any) -> list[tuple[Call, Call]]:
 
 FLASH = unchanged(causal=True, window_size=(3, 2), softmax_scale=0.5, alibi_slopes=SLOPES, dropout_p=0.3, softcap=3.0)
 """Options with flash-attention's names."""
-TOP_LEFT: Call = {"bottom_right_diagonal": False}
+DIAGONALS = (None, None), (False, None), (True, False), (False, True)
+"""Values of ``bottom_right_diagonal`` of a module and of its call."""
+_BOTTOM, _TOP = "bottom-right", "top-left"
+ALIGNED = {
+    **dict.fromkeys(("no_mask", "padding"), (_BOTTOM, _TOP, _TOP, _BOTTOM)),
+    **dict.fromkeys(("causal", "padding_causal"), (_TOP,) * 4),
+    **dict.fromkeys(("causal_bottom_right", "padding_causal_bottom_right"), (_BOTTOM,) * 4),
+}
+"""Expected ``align`` for each mask type and for each of :data:`DIAGONALS`."""
 LENGTHS: Call = {"cu_seqlens_q": torch.tensor([0, 6])}
 TWO_RANKS: Call = {"num_attention_heads": 8, "num_gqa_groups": 4}
 IMAGES = masking.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1]]))
@@ -248,18 +264,16 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"num_attention_heads": 12, "num_gqa_groups": 6, "tp_group": group_of(2, 3)}, {"first_head": 8}),
         (TWO_RANKS | {"tp_group": group_of(1, 2), "softmax_type": "learnable"},
          {"first_head": 4, "learnable_sink": SINK}),
+        ({"attn_mask_type": "no_mask", "window_size": (3, 0)}, {"causal": False, "window_size": (3, 0)}),
         ({"attn_mask_type": "padding", "call": LENGTHS}, {"causal": False, "seqused_k": (6,)}),
         *(
-            ({"keys": 12, "attention_type": "cross", "attn_mask_type": mask, **made, "call": call}, expected)
-            for mask, made, call, expected in (
-                ("no_mask", {}, {}, {"causal": False, "align": "bottom-right"}),
-                ("no_mask", TOP_LEFT, {}, {"causal": False, "align": "top-left"}),
-                ("no_mask", {}, TOP_LEFT, {"causal": False, "align": "top-left"}),
-                ("no_mask", TOP_LEFT, {"bottom_right_diagonal": True}, {"causal": False, "align": "bottom-right"}),
-                ("causal", {}, {"bottom_right_diagonal": True}, {"align": "top-left"}),
-                ("causal_bottom_right", {}, TOP_LEFT, {"align": "bottom-right"}),
-                ("padding_causal_bottom_right", {}, TOP_LEFT | LENGTHS, {"align": "bottom-right", "seqused_k": (6,)}),
+            (
+                {"keys": 12, "attention_type": "cross", "attn_mask_type": mask,
+                 "bottom_right_diagonal": diagonals[0],
+                 "call": {"bottom_right_diagonal": diagonals[1]} | (LENGTHS if "padding" in mask else {})},
+                {"causal": "causal" in mask, "align": align, "seqused_k": (6,) if "padding" in mask else None},
             )
+            for mask, aligned in ALIGNED.items() for diagonals, align in zip(DIAGONALS, aligned, strict=True)
         ),
     ],
     megatron: [
@@ -286,6 +300,11 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"s_aux": SINK}, {"learnable_sink": SINK}),
         ({"dropout": 0.3}, {"dropout_p": 0.3}),
         ({"is_causal": False}, {"causal": False}),
+        ({"is_causal": None}, {}),
+        ({"is_causal": None, "module": {"is_causal": False}}, {"causal": False}),
+        ({"is_causal": True, "module": {"is_causal": False}}, {}),
+        ({"mask_function": masking.causal_mask_function, "unused": CAUSAL_IMAGES,
+          "packed": {"islands": [(1, 3), (5, 8)]}}, {}),
         ({"mask_function": masking.bidirectional_mask_function}, {"causal": False}),
         ({"mask_function": masking.sliding_window_causal_mask_function(4)}, {"window_size": (3, -1)}),
         ({"mask_function": masking.sliding_window_bidirectional_mask_function(4), "sliding_window": 4},
@@ -517,9 +536,9 @@ def test_diffusers_calls_without_a_config_and_refused_calls(monkeypatch: pytest.
     monkeypatch.setattr(integration, "ring_attention", attended)
     integration._attention(Q, Q, Q)
     assert attended.call_args.kwargs["group"] is integration.SINGLE_RANK
-    with pytest.raises(ValueError, match="key has 2 heads and query has 4.*enable_gqa"):
+    with pytest.raises(ValueError, match=r"key has 2 heads and query has 4.*enable_gqa"):
         integration._attention(Q, K, K)
-    with pytest.raises(NotImplementedError, match="attn_mask is a Tensor.*window"):
+    with pytest.raises(NotImplementedError, match=r"attn_mask is a Tensor.*window"):
         integration._attention(Q, Q, Q, MASK)
 
 
@@ -545,9 +564,11 @@ def test_the_backend_of_diffusers_is_registered_once_and_takes_every_argument(mo
     assert "an unknown argument" in registry._supported_arg_names[names["RINGATTN"]]
 
 
-def test_a_window_without_a_mask_is_refused() -> None:
+def test_a_window_without_a_mask_and_a_tree_under_a_full_mask_are_refused() -> None:
     with pytest.raises(ValueError, match="sliding_window is 4"):
         attend(sliding_window=4)
+    with pytest.raises(NotImplementedError, match="tree is given"):
+        attend(is_causal=False, packed={"tree": TREE})
 
 
 @pytest.mark.parametrize("argument", ["q_offset", "kv_offset"])
@@ -571,11 +592,25 @@ def test_num_items_in_batch_is_given_or_counted(items: Any) -> None:
     assert run_ranks(2, part) == [right, right]
 
 
-def test_sharded_adds_its_hook_once() -> None:
-    from ..support.hf_models import build_model
+def test_sharded_adds_its_hook_once_and_ends_with_its_block() -> None:
+    from ..support.hf_models import build_model, token_ids
 
-    model = build_model("llama")
+    model, ids = build_model("llama"), token_ids()
     for _ in range(3):
-        with transformers.sharded(model, None):
-            pass
+        with pytest.raises(KeyError), transformers.sharded(model, None, tree=TREE):
+            raise KeyError
     assert [len(part._forward_hooks) for part in (model, model.model)] == [1, 1]
+    outside = model(ids, labels=ids).loss
+    with transformers.sharded(model, None):  # one rank may compute any loss
+        assert model(ids, labels=ids).loss.equal(outside)
+
+
+def test_only_outputs_of_text_models_are_checked() -> None:
+    """Accept the pooled output of a vision tower, which sees its whole image."""
+    module = nn.Module()
+    with transformers.sharded(module, None):
+        transformers._sharding.get().tokens = 8
+        for name in ("input_ids", "pixel_values"):
+            vars(module)["main_input_name"] = name
+            with pytest.raises(NotImplementedError, match="pooler_output") if name == "input_ids" else nullcontext():
+                transformers._check_output(module, (), {}, {"pooler_output": Q})

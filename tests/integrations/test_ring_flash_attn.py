@@ -132,6 +132,24 @@ def test_documents_that_do_not_divide(world: int) -> None:
     compare_with_expected(expected_results(case), *combine_ranks(case, run_ranks(world, one_rank)))
 
 
+@pytest.mark.parametrize("family", ["zigzag_ring", "llama3"])
+def test_a_layout_replaces_the_function_s_own(family: str) -> None:
+    """Give the ranks odd numbers of tokens."""
+    layout, q = Layout.uneven([3, 5]), torch.randn(1, 8, 2, 16)
+    whole = ours.ring_flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 3, 8]), 5, causal=True)
+
+    def one_rank(group: Any) -> Tensor:
+        x, options = layout.shard(q, group.rank()), {"causal": True, "group": group, "layout": layout}
+        if family == "llama3":
+            out: Any = ours.llama3_flash_attn_varlen_func(*[x[0]] * 3, *llama3_arguments(group.rank()), **options)[None]
+        else:
+            out = ours.zigzag_ring_flash_attn_func(x, x, x, **options)
+        return out
+
+    expected = whole[None] if family == "llama3" else ours.ring_flash_attn_func(q, q, q, causal=True)
+    torch.testing.assert_close(layout.unshard(run_ranks(2, one_rank)), expected)
+
+
 def test_only_the_output_is_returned_without_return_attn_probs() -> None:
     q = torch.randn(1, 8, 2, 16)
     out = ours.ring_flash_attn_func(q, q, q)
@@ -164,6 +182,11 @@ PREPARED = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), Tr
 LLAMA = (*PREPARED[:4], 1, PREPARED[4])
 
 
+def llama3_arguments(rank: int) -> tuple[Any, ...]:
+    *first, keys = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, rank, 2)
+    return *first, 1, keys
+
+
 def changed(at: int, value: Any) -> tuple[Any, ...]:
     return (Q, Q, Q, *LLAMA[:at], value, *LLAMA[at + 1 :])
 
@@ -177,6 +200,9 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 9, 8]), 9), "must not decrease"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 8]), None), "max_seqlen is None"),
+        (lambda: ours.ring_flash_attn_kvpacked_func(Q[None], torch.stack([Q[None]] * 3, -3)), "kv has shape"),
+        (lambda: run_ranks(2, lambda group: ours.llama3_flash_attn_varlen_func(
+            *[Q[:4]] * 3, *llama3_arguments(1 - group.rank()), causal=True, group=group)), "rank is"),
         (lambda: ours.ring_flash_attn_qkvpacked_func([Q, Q, Q]), "qkv is a list: it must be a torch.Tensor"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(0, PREPARED[0].clone())), "cu_seqlens_q is not prepared"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(1, PREPARED[0])), "cu_seqlens_k is"),

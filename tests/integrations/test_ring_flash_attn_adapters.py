@@ -51,7 +51,8 @@ def forward(model: Any, group: Any, layout: Layout, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "world", "implementation"),
     rest_nightly(
-        product(("llama", "gemma2"), (2, 4), ("ringattn", "flash_attention_2")),
+        product(("llama", "gemma2"), (1, 2, 4), ("ringattn", "flash_attention_2")),
+        ("llama", 1, "ringattn"),
         ("llama", 4, "ringattn"),
         ("gemma2", 2, "flash_attention_2"),
     ),
@@ -84,6 +85,7 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
     [
         (lambda group: ours.substitute_hf_flash_attn(group, 0), "heads_k_stride is 0"),
         (lambda group: ours.substitute_hf_flash_attn(group, "1"), "heads_k_stride is '1'"),  # type: ignore[arg-type]
+        (lambda group: ours.substitute_hf_flash_attn(group, True), "heads_k_stride is True"),
         (lambda group: update(group), "Call substitute_hf_flash_attn"),
         (lambda group: (one(group), update(None)), "process_group is unknown"),
         (lambda group: (one(group), update(group, 0, 4, 2)), "must not decrease"),

@@ -259,6 +259,8 @@ ENDS = torch.tensor([0, 8])
         (lambda q: SDPA(q[0], q[0], q[0]), "query has 3 dimensions"),
         (lambda q: SDPA(q, q[:, :4], q[:, :4]), "key has 4 heads and query has 8.*enable_gqa"),
         (lambda q: SDPA(q, q[:, :, :4], q[:, :, :4]), "key has 4 tokens and query has 8.*kv_layout"),
+        (lambda q: SDPA(q[:, :, :4], q, q), "key has 8 tokens and query has 4.*kv_layout"),
+        (lambda q: torch.ops.torch_attn._varlen_attn_out(), "varlen_attn_out is not supported"),
         (lambda q: flex_attention(q, q, q), "flex_attention is not supported inside ring_sdpa"),
         (lambda q: varlen_attn(q[0], q[0], q[0], ENDS, ENDS, 8, 8), "varlen_attn is not supported"),
         (lambda q: torch._scaled_dot_product_flash_attention_for_cpu(q, q, q), "attention_for_cpu is not supported"),

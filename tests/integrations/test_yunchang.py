@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringattn import Layout
 from ringattn.comm import GroupLike, LocalGroup
@@ -212,6 +214,30 @@ def test_use_ulysses_low_decides_the_inner_dimension_of_the_mesh(
     ours.set_seq_parallel_pg(2, 3, 0, 12, use_ulysses_low=low)
     _, ranks = mesh.call_args.args
     assert ranks.tolist() == [right, (torch.tensor(right) + 6).tolist()]
+    for rank, world in ((1, 12), (0, 6)):
+        with pytest.raises(ValueError, match=f"rank is {rank} and world_size is {world}, .* rank 0 of 12"):
+            ours.set_seq_parallel_pg(2, 3, rank, world)
+
+
+@pytest.mark.parametrize(("rank", "accepted"), [(1, True), (5, True), (2, True), (3, False)])
+def test_tokens_are_those_of_the_place_in_the_mesh(rank: int, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 5 has place 2 in the second of two meshes of 2 x 2 ranks, in which the ring is low."""
+    mesh = Mock(spec=DeviceMesh, get_rank=lambda: 5)
+    monkeypatch.setattr(ours, "_usp_mesh", lambda group: (mesh, (2, 2)))
+    monkeypatch.setattr(ours, "group_rank_size", lambda group: (2, 4))
+    x = torch.arange(16)[None]
+    with nullcontext() if accepted else pytest.raises(ValueError, match="rank is 3, world_size is 4"):
+        assert ours.EXTRACT_FUNC_DICT["zigzag"](x, rank, 4).equal(x[:, 4:8])
+
+
+def test_a_group_without_a_ring_becomes_one_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, made = Mock(spec=dist.ProcessGroup), Mock()
+    monkeypatch.setattr(dist, "new_group", lambda ranks, use_local_synchronization: ranks)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
+    monkeypatch.setattr(ours, "DeviceMesh", made)
+    assert ours._one_row(group) is ours._one_row(group) is made.from_group.return_value
+    made.from_group.assert_called_once_with([[3], group], "cpu", [[1, 3]], mesh_dim_names=("ring", "ulysses"))
 
 
 @pytest.mark.nightly
@@ -254,6 +280,8 @@ def test_basic_extraction_without_degrees_and_strided_tensors() -> None:
         (lambda mesh: ours.UlyssesAttention(mesh, 1, 2), r"are \(1, 2\)"),
         (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(8), 0, 1, group=mesh), r"value has shape \[8\]"),
         (lambda mesh: ours.usp_layout("basic", 8, 0, 1), "rd is 0 and ud is 1"),
+        (lambda mesh: ours.usp_layout("zigzag", 12, 4, 2), "12 tokens: use a multiple of 8"),
+        (lambda mesh: ours.set_seq_parallel_pg(-1, -1, 0, 1), "sp_ulysses_degree is -1 and sp_ring_degree is -1"),
         (lambda mesh: ours.set_seq_parallel_pg(2, None, 0, 1), r"are \(2, None\)"),  # type: ignore[arg-type]
         (lambda mesh: ours.set_seq_parallel_pg(2, 2, 0, 1), "product must divide world_size, 1"),
         (lambda mesh: ours.set_seq_parallel_pg(1, 1, 0, 2), "process group has not been initialized"),
