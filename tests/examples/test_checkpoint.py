@@ -269,6 +269,11 @@ def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert find_latest(tmp_path) == tmp_path / "100000000"
 
 
+@pytest.mark.parametrize(("text", "line"), [("a\nreason \n\nCheck the documentation", "reason"), ("", "ValueError")])
+def test_the_last_line_of_torch_s_errors_is_shown(text: str, line: str) -> None:
+    assert checkpoint._last_line(ValueError(text)) == line
+
+
 def test_settings_of_the_longest_allowed_length_are_read(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps({"layout": ""}).replace('""', f'"{"z" * (MAX_JOB_BYTES - 14)}"'))
     assert (tmp_path / "job.json").stat().st_size == MAX_JOB_BYTES

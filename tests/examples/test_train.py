@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -92,6 +93,7 @@ def test_losses_and_gradients_equal_plain_operations(block: int | None) -> None:
         assert_as_exact_as_pytorch(*given)
     model = Decoder(**SIZES, block=block)
     logits = model(tokens, positions, sdpa_attention)
+    assert logits.shape == (2, 30, 256)
     expected = torch.nn.functional.cross_entropy(logits.mT, labels, reduction="none")
     torch.testing.assert_close(model(tokens, positions, sdpa_attention, labels), expected)
 
@@ -329,6 +331,14 @@ def test_progress_lines_of_rank_0_and_settings_of_the_optimizer(
     assert made == [({"lr": 0.25, "betas": (0.9, 0.95)}, 2)] * 2
     with pytest.raises(JobError, match="--data is 2: it must be 1 for virtual ranks"):
         train_virtual_ranks(replace(TINY, data=2), read_text(), 2)
+
+
+def test_the_module_is_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "ringattn.examples.train")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("ringattn.examples.train", run_name="__main__")
+    assert "--kv-heads" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("launched", [False, True])

@@ -419,7 +419,7 @@ SPLIT: Call = {"context_parallel_size": 4, "cp": FOUR}
     [
         ({"cp": FOUR}, None, "causal", (1, "sbhd", "causal")),
         (SPLIT, None, "no_mask", (4, "sbhd", "no_mask")),
-        (SPLIT, {"qkv_format": None}, "causal", (4, "sbhd", "causal")),
+        ({"context_parallel_size": 2, "cp": TWO}, {"qkv_format": None}, "causal", (2, "sbhd", "causal")),
         (SPLIT, {"qkv_format": "thd"}, "causal", (4, "thd", "padding_causal")),
         (SPLIT, {"qkv_format": "thd", "local_cp_size": 1}, "no_mask", (1, "thd", "padding")),
         (SPLIT, {"qkv_format": "thd", "local_cp_size": 2, "cp_group": TWO}, "padding", (2, "thd", "padding")),
@@ -520,9 +520,9 @@ def test_mesh_and_layouts_of_a_diffusers_config(uneven: str, degree: int, monkey
     monkeypatch.setattr(integration, "gather_size_by_comm", lambda tokens, group: [tokens, {"all": 3}[group]])
     monkeypatch.setattr(integration, "ring_attention", attended)
     given: Call = {"enable_gqa": True, "_parallel_config": SimpleNamespace(context_parallel_config=context)}
-    _, lse = integration._attention(Q, K[:, :5], K[:, :5], **given)
+    out, lse = integration._attention(Q, K[:, :5], K[:, :5], **given)
     call = attended.call_args.kwargs
-    assert call["group"] == {1: "ring", 2: "both"}[degree] and lse.shape == Q.shape[:3]
+    assert call["group"] == {1: "ring", 2: "both"}[degree] and out is Q and lse.equal(Q[..., 0])
     layouts = [call[name] for name in ("layout", "kv_layout")]
     assert [getattr(x, "lengths", x) for x in layouts] == ([(8, 3), (5, 3)] if uneven else ["contiguous"] * 2)
     context.convert_to_fp32 = False

@@ -262,6 +262,17 @@ def test_a_model_on_a_padding_free_batch() -> None:
     torch.testing.assert_close(LAYOUT.unshard(run_ranks(3, one_rank)), torch.cat(alone, 1))
 
 
+def test_the_checksum_is_the_sum_of_mixed_elements() -> None:
+    """Compute SplitMix64 with Python's integers."""
+    total = 0
+    for index, element in enumerate([3, -7, 2**40]):
+        x = (element + index * 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        total += x ^ x >> 31
+    assert int(checksum(torch.tensor([3, -7, 2**40]))) % 2**64 == total % 2**64
+
+
 def test_the_checksum_depends_on_every_element_and_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randint(-100, 50000, (3, 11))
     in_one_chunk = int(checksum(x))

@@ -221,6 +221,7 @@ def test_layouts_of_load_balancers() -> None:
     assert load_balancer_layout(_HeadTailLoadBalancer(24, 3, "cpu"), 3) == Layout.zigzag(24, 3)
     assert load_balancer_layout(_PerDocumentHeadTailLoadBalancer([[24], [24]], 3, "cpu"), 3) == Layout.zigzag(24, 3)
     assert load_balancer_layout(torch.arange(12).view(4, 3).t().reshape(-1), 3) == Layout.striped(12, 3)
+    assert load_balancer_layout(torch.arange(6), 1) == Layout.contiguous(6, 1)
     assert load_balancer_layout(torch.tensor([1, 4, 5, 0, 2, 3]), 2).positions(0).tolist() == [1, 4, 5]
     causal = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu", BLOCK_SIZE=16)
     balancer = _PTRRLoadBalancer(causal, 2)

@@ -209,10 +209,12 @@ def test_use_ulysses_low_decides_the_inner_dimension_of_the_mesh(
     """Expect ring places as rows and Ulysses places as columns. Ranks 6 to 11 share another sequence."""
     mesh = Mock(return_value={("ring", "ulysses"): None})
     monkeypatch.setattr(ours, "DeviceMesh", mesh)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 12)
     ours.set_seq_parallel_pg(2, 3, 0, 12, use_ulysses_low=low)
-    _, ranks = mesh.call_args.args
+    device, ranks = mesh.call_args.args
+    assert device == "cpu" and mesh.call_args.kwargs == {"mesh_dim_names": ("data", "ring", "ulysses")}
     assert ranks.tolist() == [right, (torch.tensor(right) + 6).tolist()]
     for rank, world in ((1, 12), (0, 6)):
         with pytest.raises(ValueError, match=f"rank is {rank} and world_size is {world}, .* rank 0 of 12"):
@@ -232,6 +234,7 @@ def test_tokens_are_those_of_the_place_in_the_mesh(rank: int, accepted: bool, mo
 
 def test_a_group_without_a_ring_becomes_one_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     group, made = Mock(spec=dist.ProcessGroup), Mock()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, use_local_synchronization: ranks)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
