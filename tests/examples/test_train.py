@@ -273,8 +273,8 @@ def test_four_ranks_share_the_memory_of_one_process() -> None:
     [
         ("", Job(), 2),
         ("--seqlen 256k --batch 2 --data 2 --checkpoint a", Job(seqlen=1 << 18, batch=2, data=2, checkpoint="a"), 2),
-        ("--head-dim 64 --dtype bfloat16 --layout striped --lr 1 --world 3",
-         Job(head_dim=64, dtype="bfloat16", layout="striped", lr=1.0), 3),
+        ("--seqlen 1M --head-dim 64 --dtype bfloat16 --layout striped --lr 1 --world 3",
+         Job(seqlen=1 << 20, head_dim=64, dtype="bfloat16", layout="striped", lr=1.0), 3),
     ],
 )  # fmt: skip
 def test_command_line_to_job(command: str, job: Job, world: int) -> None:
@@ -324,10 +324,13 @@ def test_progress_lines_of_rank_0_and_settings_of_the_optimizer(
     monkeypatch.setattr(train, "Ring", lambda group, *, slots: opened.append(slots) or Ring(group, slots=slots))
     job = replace(TINY, seqlen=4, layers=1, heads=1, kv_heads=1, head_dim=2, steps=41, lr=0.25)
     run = train_virtual_ranks(job, read_text(), 2)
-    pattern = re.compile(r"sharded, step (\d+) of 41: loss (\S+), [\d,]+ tokens/s")
+    pattern = re.compile(r"sharded, step (\d+) of 41: loss (\S+), ([\d,]+) tokens/s")
     lines = [pattern.fullmatch(line) for line in capsys.readouterr().err.splitlines()]
     steps = [*range(2, 41, 2), 41]
-    assert [line and line.groups() for line in lines] == [(str(n), f"{run.losses[n - 1]:.4f}") for n in steps]
+    speeds = [f"{2 * 4 / seconds:,.0f}" for seconds in run.seconds]
+    assert [line and line.groups() for line in lines] == [
+        (str(n), f"{run.losses[n - 1]:.4f}", speeds[n - 1]) for n in steps
+    ]
     assert made == [({"lr": 0.25, "betas": (0.9, 0.95)}, 2)] * 2
     with pytest.raises(JobError, match="--data is 2: it must be 1 for virtual ranks"):
         train_virtual_ranks(replace(TINY, data=2), read_text(), 2)

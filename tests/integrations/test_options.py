@@ -64,7 +64,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
             use_mpu_process_groups=lambda required_pgs: SimpleNamespace(**dict.fromkeys(required_pgs, group_of(2, 3)))
         )
     },
-    "megatron.core.transformer.dot_product_attention": {"DotProductAttention": Mock(sharded_state_dict=None)},
+    "megatron.core.transformer.dot_product_attention": {"DotProductAttention": Mock(sharded_state_dict=vars)},
     "megatron.core.transformer.enums": {"AttnMaskType": AttnMaskType},
     "megatron.core.transformer.module": {"MegatronModule": MegatronModule},
     "megatron.core.transformer.transformer_config": {"TransformerConfig": SimpleNamespace},
@@ -241,6 +241,10 @@ LENGTHS: Call = {"cu_seqlens_q": torch.tensor([0, 6])}
 TWO_RANKS: Call = {"num_attention_heads": 8, "num_gqa_groups": 4}
 IMAGES = masking.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1]]))
 CAUSAL_IMAGES = masking.or_masks(masking.causal_mask_function, IMAGES)
+WITHOUT_EFFECT = (
+    "cache_position", "deterministic", "layer_idx", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "past_key_values", "position_embeddings", "return_dict", "shift_labels", "use_cache",
+)  # fmt: skip
 CHUNKS = masking.chunked_causal_mask_function
 IN_EVAL = ({"dropout_p": 0.3, "train": False}, {"dropout_p": 0.3})  # yunchang applies dropout in eval mode, too
 MORE = unchanged(learnable_sink=SINK, dropout_seed=3, prefix_length=5)
@@ -301,6 +305,7 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"dropout": 0.3}, {"dropout_p": 0.3}),
         ({"is_causal": False}, {"causal": False}),
         ({"is_causal": None}, {}),
+        ({name: 1 for name in WITHOUT_EFFECT} | {"output_attentions": False, "head_mask": None}, {}),
         ({"is_causal": None, "module": {"is_causal": False}}, {"causal": False}),
         ({"is_causal": True, "module": {"is_causal": False}}, {}),
         ({"mask_function": masking.causal_mask_function, "unused": CAUSAL_IMAGES,
@@ -396,19 +401,6 @@ def test_every_option_that_an_integration_passes_has_a_case(monkeypatch: pytest.
     assert passed - tested - always == set()
 
 
-@pytest.mark.usefixtures("stand_ins")
-def test_megatron_padding_between_documents_is_masked_and_zero() -> None:
-    real, padded = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])
-    lengths = {
-        f"cu_seqlens_{side}{suffix}": x for side in ("q", "kv") for suffix, x in (("", real), ("_padded", padded))
-    }
-    packed = SimpleNamespace(qkv_format="thd", **lengths)
-    with pytest.MonkeyPatch.context() as patch:
-        call, out = record(patch, megatron, {"call": {"packed_seq_params": packed}})
-    assert call["causal"] and list(call["cu_seqlens"]) == [0, 3, 4, 6, 8]
-    assert out.any(-1).tolist() == [True, True, True, False, True, True, False, False]
-
-
 FOUR, TWO = group_of(0, 4), group_of(0, 2)
 SPLIT: Call = {"context_parallel_size": 4, "cp": FOUR}
 
@@ -458,7 +450,9 @@ def test_megatron_keeps_the_largest_scores_until_they_are_reset(monkeypatch: pyt
 def test_the_learnable_sink_of_megatron_is_drawn_in_its_dtype(initialize: bool) -> None:
     drawn = Mock()
     made: Call = {"params_dtype": torch.bfloat16, "perform_initialization": initialize, "init_method": drawn}
-    sink = megatron_module(softmax_type="learnable", **made).softmax_offset
+    module = megatron_module(softmax_type="learnable", **made)
+    sink = module.softmax_offset
+    assert type(module).sharded_state_dict is vars  # of DotProductAttention
     assert sink.dtype == torch.bfloat16 and drawn.call_count == initialize
     assert not initialize or drawn.call_args.args[0] is sink
 
@@ -571,11 +565,19 @@ def test_a_window_without_a_mask_and_a_tree_under_a_full_mask_are_refused() -> N
         attend(is_causal=False, packed={"tree": TREE})
 
 
-@pytest.mark.parametrize("argument", ["q_offset", "kv_offset"])
+@pytest.mark.parametrize("argument", ["q_offset", "kv_offset", "use_vmap"])
 def test_a_mask_with_an_offset_is_refused(argument: str) -> None:
-    with pytest.raises(NotImplementedError, match="8 keys from"):
-        options: Call = {argument: 1}
+    """Ignore options of dense masks."""
+    names = ("allow_is_bidirectional_skip", "allow_is_causal_skip", "allow_torch_fix", "batch_size", "config", "dtype")
+    options: Call = dict.fromkeys((*names, "local_size", argument), 1)
+    with pytest.raises(NotImplementedError, match="8 keys from") if "offset" in argument else nullcontext():
         transformers.mask_interface(q_length=8, kv_length=8, mask_function=masking.causal_mask_function, **options)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "yarn", "llama3"])
+def test_layers_and_rotary_embeddings_that_work_over_several_ranks(rope_type: str) -> None:
+    kinds = ["full_attention", "sliding_attention", "chunked_attention"]
+    transformers._check_config(SimpleNamespace(rope_parameters={"rope_type": rope_type}, layer_types=kinds))
 
 
 @pytest.mark.parametrize("items", [None, 5, torch.tensor(7)])
@@ -584,9 +586,15 @@ def test_num_items_in_batch_is_given_or_counted(items: Any) -> None:
     batch = {"input_ids": labels.abs(), "labels": labels, "num_items_in_batch": items}
     right = 6 if items is None else int(items)
 
+    types = {"token_type_ids": labels % 2, "mm_token_type_ids": labels % 3}
+
     def part(group: Any) -> int:
-        sharded = transformers.shard_batch(batch, "contiguous", group, cu_seqlens=[0, 4, 6])
-        assert sharded.cu_seqlens == (0, 4, 6)
+        sharded = transformers.shard_batch(batch | types, "contiguous", group, cu_seqlens=[0, 4, 6])
+        assert sharded.cu_seqlens == (0, 4, 6) and sharded["labels"].eq(-100).all()
+        for name, x in types.items():
+            assert sharded[name].equal(x.chunk(2, 1)[group.rank()])
+        shifted = transformers.shard_batch(batch | {"shift_labels": labels}, "contiguous", group)["shift_labels"]
+        assert shifted.equal(labels.chunk(2, 1)[group.rank()])
         return int(sharded["num_items_in_batch"])
 
     assert run_ranks(2, part) == [right, right]

@@ -160,11 +160,8 @@ def test_a_default_bucket_longer_than_the_sequence_is_clipped() -> None:
     torch.testing.assert_close(ours.ring_flash_attn(Q, Q, Q, striped_ring_attn=True), ours.ring_flash_attn(Q, Q, Q))
 
 
-def test_a_last_stride_that_is_not_1() -> None:
-    turned = Q.transpose(-1, -2).contiguous().transpose(-1, -2)
-    for call in (ours.ring_flash_attn, ours.zig_zag_attn):
-        torch.testing.assert_close(call(turned, turned, turned), call(Q, Q, Q))
-    assert ours.zig_zag_attn(ODD, ODD, ODD).shape == ODD.shape  # one rank may have any number of tokens
+def test_zig_zag_on_one_rank_takes_any_number_of_tokens() -> None:
+    assert ours.zig_zag_attn(ODD, ODD, ODD).shape == ODD.shape
 
 
 Q = torch.randn(1, 8, 4, 16)

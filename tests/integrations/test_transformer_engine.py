@@ -245,19 +245,6 @@ def test_strides_and_names_of_masks() -> None:
     assert module(*spread, cu_seqlens_q=lengths, attn_mask_type="causal,padding").equal(out)
 
 
-def test_dropout_only_in_training() -> None:
-    whole = inputs(24, (HEADS, GROUPS), batch=1)
-    module = DotProductAttention(HEADS, DIM, GROUPS, 0.3, qkv_format="bshd")
-    torch.manual_seed(3)
-    seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
-    torch.manual_seed(3)
-    options: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": seed}
-    for training, call in ((True, options), (False, {})):
-        out = module.train(training)(*(whole[name] for name in "qkv")).unflatten(-1, (HEADS, DIM))
-        right = expected_results(RingCase(Layout.contiguous(24, 1), whole, {"causal": True} | call, through_lse=False))
-        compare_with_expected(right, Results(out, None, None, None, None))  # type: ignore[arg-type]
-
-
 def without_a_group(rank: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(rank)
     q, k, v = (x.detach() for x in heads())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -221,6 +222,18 @@ def test_use_ulysses_low_decides_the_inner_dimension_of_the_mesh(
             ours.set_seq_parallel_pg(2, 3, rank, world)
 
 
+def test_all_rings_and_exact_kernels_are_accepted() -> None:
+    kernels = "aiter fa fa3 flashinfer torch_math torch_flash torch_efficient torch_cudnn npu"
+
+    def of_rank(group: LocalGroup) -> None:
+        for kind in ["basic", "zigzag", "strip", "basic_pytorch", "basic_flashinfer", "basic_npu"]:
+            ours.LongContextAttention(2, 1, kind, group=group.mesh(1, 1))
+        for kernel in kernels.split():
+            ours.LongContextAttention(attn_type=SimpleNamespace(value=kernel), group=group.mesh(1, 1))
+
+    run_ranks(1, of_rank)
+
+
 @pytest.mark.parametrize(("rank", "accepted"), [(1, True), (5, True), (2, True), (3, False)])
 def test_tokens_are_those_of_the_place_in_the_mesh(rank: int, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Process 5 has place 2 in the second of two meshes of 2 x 2 ranks, in which the ring is low."""
@@ -250,19 +263,13 @@ def test_attention_over_processes() -> None:
         check("zigzag", cut(2), 2, 2, parts, causal=True)
 
 
-def test_basic_extraction_without_degrees_and_strided_tensors() -> None:
+def test_basic_extraction_without_degrees() -> None:
     x = torch.randn(1, 8, 2, 16)
-    turned = x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
-    def of_rank(group: Any) -> None:
-        mesh = group.mesh(2, 1)
-        part = ours.EXTRACT_FUNC_DICT["basic"](turned, group.rank(), 2, group=mesh)
-        assert torch.equal(part, x.chunk(2, 1)[group.rank()])
-        attend = ours.LongContextAttention(group=mesh)
-        q, right = turned.chunk(2, 1)[group.rank()], x.chunk(2, 1)[group.rank()]
-        torch.testing.assert_close(attend(q, q, q), attend(right, right, right))
+    def of_rank(group: Any) -> Tensor:
+        return ours.EXTRACT_FUNC_DICT["basic"](x, group.rank(), 2, group=group.mesh(2, 1))
 
-    run_ranks(2, of_rank)
+    assert torch.cat(run_ranks(2, of_rank), 1).equal(x)
 
 
 @pytest.mark.parametrize(
