@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Gemma3Config
 from transformers import masking_utils as masking
 
 from ringattn.integrations import ring_attention_pytorch, ring_flash_attn, torch_sdpa, transformers, yunchang
@@ -191,6 +192,10 @@ def ring_packed(**options: Any) -> None:
     ring_flash_attn.stripe_flash_attn_qkvpacked_func(torch.stack([Q] * 3, 2), **options)
 
 
+def usp_ring(**options: Any) -> None:
+    yunchang.RING_IMPL_QKVPACKED_DICT["strip"](torch.stack([Q] * 3, 2), **options)
+
+
 def lucidrains(**options: Any) -> None:
     ring_attention_pytorch.ring_flash_attn(Q, K, K, ring_reduce_col=True, **options)
 
@@ -208,14 +213,14 @@ Driver = Callable[..., Any]
 HOMES: dict[Driver, str] = {
     transformer_engine: "formats", megatron: "formats", attend: "transformers", usp: "yunchang",
     usp_packed: "yunchang", sdpa: "torch_sdpa", diffusers: "diffusers", ring_dense: "ring_flash_attn",
-    ring_varlen: "ring_flash_attn", ring_packed: "ring_flash_attn", lucidrains: "ring_attention_pytorch",
-    lucidrains_zig_zag: "ring_attention_pytorch", lucidrains_tree: "ring_attention_pytorch",
+    ring_varlen: "ring_flash_attn", ring_packed: "ring_flash_attn", usp_ring: "ring_flash_attn",
+    **{driver: "ring_attention_pytorch" for driver in (lucidrains, lucidrains_zig_zag, lucidrains_tree)},
 }  # fmt: skip
 """Module whose ``ring_attention`` each driver calls."""
 
 BASES: dict[Driver, Call] = {
     transformer_engine: {"causal": True, "softmax_scale": 0.25}, megatron: {"causal": True, "softmax_scale": 0.25},
-    attend: {"causal": True}, ring_dense: {"return_lse": True}, ring_packed: {"return_lse": True},
+    attend: {"causal": True}, **{ring: {"return_lse": True} for ring in (ring_dense, ring_packed, usp_ring)},
     ring_varlen: {"return_lse": True, "cu_seqlens": (0, 4, 8)}, lucidrains_tree: {"return_lse": True},
 }  # fmt: skip
 """Arguments that a driver passes without any option."""
@@ -323,6 +328,7 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
     ],
     **{module: [*FLASH, IN_EVAL] for module in (usp, usp_packed)},
     **{ring: [*FLASH, *MORE] for ring in (ring_dense, ring_varlen, ring_packed)},
+    usp_ring: FLASH,
     sdpa: TORCH,
     diffusers: [*TORCH, *unchanged(window_size=(3, 2), softcap=3.0, learnable_sink=SINK, return_lse=True)],
     lucidrains: [
@@ -578,6 +584,7 @@ def test_a_mask_with_an_offset_is_refused(argument: str) -> None:
 def test_layers_and_rotary_embeddings_that_work_over_several_ranks(rope_type: str) -> None:
     kinds = ["full_attention", "sliding_attention", "chunked_attention"]
     transformers._check_config(SimpleNamespace(rope_parameters={"rope_type": rope_type}, layer_types=kinds))
+    transformers._check_config(Gemma3Config())  # the text config within it has the rotary embedding
 
 
 @pytest.mark.parametrize("items", [None, 5, torch.tensor(7)])

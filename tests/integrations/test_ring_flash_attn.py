@@ -253,11 +253,13 @@ def test_names_and_arguments_match_the_package() -> None:
 )
 def test_llama3_arguments(rank: int, causal: bool, q: list[int], k: list[int], keys: slice) -> None:
     """Give a query the keys of its whole document, or with ``causal`` those up to the end of the rank's run."""
-    documents = torch.tensor([0, 4, 12, 16], dtype=torch.int32)
+    documents, before = torch.tensor([0, 4, 12, 16], dtype=torch.int32), len(ours._PREPARED)
     prepared = ours.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, 2)
     assert prepared[0].dtype == prepared[1].dtype == torch.int32
     longest = [max(stop - start for start, stop in pairwise(edges)) for edges in (q, k)]
     assert [prepared[0].tolist(), prepared[1].tolist(), *prepared[2:]] == [q, k, *longest, keys]
+    del prepared
+    assert len(ours._PREPARED) == before  # nothing is kept longer than the tensor
 
 
 @pytest.mark.nightly

@@ -273,6 +273,7 @@ CALLED: dict[str, Any] = {
     "kv_layer": torch.ones(1, 8, 2, GROUPS, DIM), "qkv_format": "thd",
     "qkv_layer": torch.ones(1, 8, 3, HEADS, DIM),
 }  # fmt: skip
+PACKED = {f"{name}_layer": torch.ones(8, n, DIM) for name, n in (("query", HEADS), ("key", GROUPS), ("value", GROUPS))}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({name: value}, {}, name) for name, value in MADE.items()),
     *(({}, {name: value}, name) for name, value in CALLED.items()),
@@ -285,16 +286,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"cp_group": "cp"}, {}, "cp_group is a str"),
     ({"window_size": 4}, {}, "window_size is 4"),
     ({}, {"attn_mask_type": "padding_causal"}, "cu_seqlens_q is None"),
-    (
-        {},
-        {
-            "qkv_format": "thd",
-            "query_layer": torch.ones(8, HEADS, DIM),
-            "key_layer": torch.ones(8, GROUPS, DIM),
-            "value_layer": torch.ones(8, GROUPS, DIM),
-        },
-        "attn_mask_type is 'causal' with qkv_format 'thd'",
-    ),
+    ({}, PACKED | {"qkv_format": "thd"}, "attn_mask_type is 'causal' with qkv_format 'thd'"),
+    ({}, PACKED, r"query has shape \[8, 4, 16\]. With qkv_format 'bshd'"),
     ({}, PADDED | {"cu_seqlens_q_padded": ENDS + 0, "pad_between_seqs": False}, "pad_between_seqs is False"),
     ({}, {"cu_seqlens_q": torch.tensor([0]), "attn_mask_type": "padding"}, "cu_seqlens_q has 0 documents"),
     *(({}, PADDED | {f"cu_seqlens_{name}_padded": ENDS}, "only qkv_format 'thd' takes padded") for name in ("q", "kv")),

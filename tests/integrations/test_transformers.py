@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -188,8 +189,10 @@ def test_generation_on_one_rank_equals_eager() -> None:
     assert ours.equal(theirs)
 
 
-def test_attention_dropout_is_passed_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_is_passed_in_training_only_and_positions_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
+    check_positions = Mock(side_effect=integration.MaskSpec.check_positions, autospec=True)
+    monkeypatch.setattr(integration.MaskSpec, "check_positions", lambda *given: check_positions(*given))
 
     def recording(*qkv: Tensor, **call: Any) -> Any:
         calls.append(call["dropout_p"])
@@ -201,7 +204,7 @@ def test_attention_dropout_is_passed_in_training_only(monkeypatch: pytest.Monkey
         layer.self_attn.attention_dropout = 0.25
     model(token_ids())
     model.eval()(token_ids())
-    assert calls == [0.25, 0.25, 0.0, 0.0]
+    assert calls == [0.25, 0.25, 0.0, 0.0] and check_positions.call_count == 2  # in each forward
 
 
 MASKS = {
