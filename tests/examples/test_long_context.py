@@ -113,12 +113,15 @@ def test_only_rank_0_reports(ranks: int, rank: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(long_context, "run_in_one_process", lambda model, ids: ("one process", ids))
     monkeypatch.setattr(long_context, "print_report", lambda *arguments: reported.append(arguments))
     group = {"is_torchelastic_launched": ranks == 2, "get_world_size": 2, "get_rank": rank}
-    for name, value in {**group, "init_process_group": None, "destroy_process_group": None}.items():
+    joined_and_left = Mock()
+    for name, value in group.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, getattr(joined_and_left, name))
     monkeypatch.setattr(sys, "argv", ["long_context", *["--tokens", "512"] * (ranks == 2)])
     long_context.main()
     tokens = 512 if ranks == 2 else 4096
-    assert chosen == ["ringattn"]
+    assert chosen == ["ringattn"] and len(joined_and_left.mock_calls) == (2 if ranks == 2 else 0)
     assert reported == [(ranks, ("ranks", tokens), ("one process", tokens), "needles")] * (rank == 0)
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -137,8 +138,10 @@ def test_the_forward_ring_runs_once(forward_rings: list[object], monkeypatch: py
     """Compare the loss with the mean over the text's first bytes, too, and close the rings after the run."""
     rings: list[Ring] = []
     monkeypatch.setattr(train, "Ring", lambda group, **options: rings.append(Ring(group, **options)) or rings[-1])
-    run = train_virtual_ranks(replace(TINY, steps=1), read_text(), 2)
+    observer = Mock()
+    run = train_virtual_ranks(replace(TINY, steps=1), read_text(), 2, observer)
     assert len(forward_rings) == 2 * TINY.layers
+    assert observer.before.call_count == observer.after.call_count == 2
     model, text = Decoder(**SIZES), torch.tensor([*read_text()[: 2 * TINY.seqlen + 1]])
     model.initialize(TINY.seed)
     rows = text[:-1].view(2, -1), text[1:].view(2, -1)

@@ -18,7 +18,6 @@ from ringattn import Layout
 from ringattn.integrations import ring_flash_attn_adapters as ours
 from ringattn.integrations.transformers import shard_batch
 
-from ..support import rank_processes
 from ..support.hf_models import DOCUMENTS, TOKENS, Result, build_model, check_against_eager, token_ids
 from ..support.nightly import rest_nightly
 from ..support.ring_cases import run_ranks
@@ -98,25 +97,6 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
 def test_refusals(call: Any, message: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message):
         run_ranks(2, call)
-
-
-def other_positions_on_rank_0(rank: int) -> rank_processes.CallOutcome:
-    """Run a correct forward, and one in which rank 0 passes wrong positions."""
-    group, model, ids = torch.distributed.group.WORLD, build_model("llama"), token_ids()[:, rank * 2 : rank * 2 + 2]
-    ours.substitute_hf_flash_attn(group, 1)
-
-    def step(positions: list[int]) -> None:
-        update(group, 0, 3, 4)
-        model(ids, position_ids=torch.tensor([positions]))
-
-    step([[0, 1], [2, 0]][rank])
-    return rank_processes.call_outcome(lambda: step([[0, 5], [2, 0]][rank]))
-
-
-@pytest.mark.nightly
-def test_positions_that_one_rank_refuses_end_the_forward_of_all() -> None:
-    for kind, text, seconds in rank_processes.group_results(2, other_positions_on_rank_0):
-        assert kind == "ValueError" and "position_ids from token 1 are [5]" in text and seconds < 30, (kind, text)
 
 
 @pytest.mark.nightly

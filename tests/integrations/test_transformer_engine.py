@@ -270,7 +270,7 @@ CALLED: dict[str, Any] = {
     "core_attention_bias": torch.ones(1, HEADS, 8, 8), "fp8_output": True, "num_splits": 4, "score_mod": max,
     "thd_attention_policies": [{}], "thd_attention_policy_dispatch": "grouped", "qkv_interleave_dim": 1,
     "bf16_backward": True, "score_mod_bprop": max, "score_mod_tensors": {}, "score_mod_bprop_tensors": {},
-    "kv_layer": torch.ones(1, 8, 2, GROUPS, DIM), "qkv_format": "thd",
+    "kv_layer": torch.ones(1, 8, 2, GROUPS, DIM),
     "qkv_layer": torch.ones(1, 8, 3, HEADS, DIM),
 }  # fmt: skip
 PACKED = {f"{name}_layer": torch.ones(8, n, DIM) for name, n in (("query", HEADS), ("key", GROUPS), ("value", GROUPS))}
@@ -286,6 +286,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"cp_group": "cp"}, {}, "cp_group is a str"),
     ({"window_size": 4}, {}, "window_size is 4"),
     ({}, {"attn_mask_type": "padding_causal"}, "cu_seqlens_q is None"),
+    *(
+        ({}, {"kv_layer": torch.ones(1, 8, 2, GROUPS, DIM), f"{name}_layer": None}, "kv_layer")
+        for name in ("key", "value")
+    ),
     ({}, PACKED | {"qkv_format": "thd"}, "attn_mask_type is 'causal' with qkv_format 'thd'"),
     ({}, PACKED, r"query has shape \[8, 4, 16\]. With qkv_format 'bshd'"),
     ({}, PADDED | {"cu_seqlens_q_padded": ENDS + 0, "pad_between_seqs": False}, "pad_between_seqs is False"),

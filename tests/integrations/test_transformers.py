@@ -348,6 +348,13 @@ def a_second_config_under_one_mask() -> None:
     run_ranks(2, call)
 
 
+def foreign_mask(*_: Any) -> bool:
+    return True
+
+
+foreign_mask.__qualname__ = "causal_mask_function"  # as of transformers
+
+
 def with_cache() -> None:
     model = build_model("llama").eval()
     model(token_ids()[:, :1], past_key_values=model(token_ids()).past_key_values)
@@ -394,6 +401,7 @@ UNSUPPORTED: list[tuple[str, Callable[[], object]]] = [
     ("cu_seq_lens_q", lambda: llama(cu_seq_lens_q=torch.tensor([0, 43]))),
     ("1 queries from .* 44 keys from 0.*use_cache=False", with_cache),
     ("neither a cache", static_cache),
+    ("mask function causal_mask_function of", lambda: integration.parse_mask_function(foreign_mask)),
     ("mask function .*lambda", lambda: mask(and_mask_function=lambda *_: ONES[0, 0] > 0)),
     ("or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
     ("an island is longer than 5", lambda: with_sharding("window", ONE_IMAGE, islands=[(3, 9)])),
@@ -436,6 +444,30 @@ REFUSALS = [
 def test_unsupported_calls_are_refused(error: type[Exception], text: str, call: Callable[[], object]) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"position_ids": torch.zeros(1, 20, dtype=torch.int64)}, "position_ids do not match"),
+        ({"position_ids": torch.arange(20)[None]}, "position_ids from token 0"),
+        ({"attention_mask": torch.arange(20).gt(0).expand(2, -1)}, "attention_mask hides 2 tokens"),
+        ({"token_type_ids": torch.ones(2, 20, dtype=torch.int64)}, "islands and the batch disagree"),
+    ],
+)
+def test_an_entry_that_one_rank_refuses_ends_the_forward_of_all(wrong: dict[str, Tensor], message: str) -> None:
+    model, images = build_model("gemma3 images"), [(3, 12), (30, 36)]
+    whole = {"input_ids": token_ids()[:, :40], "token_type_ids": torch.zeros(2, 40, dtype=torch.int64)}
+    for begin, end in images:
+        whole["token_type_ids"][:, begin:end] = 1
+
+    def forward(group: Any) -> str:
+        batch = shard_batch(whole, "contiguous", group) | (wrong if group.rank() else {})
+        with pytest.raises(ValueError) as refused, sharded(model, "contiguous", group, islands=images):
+            model(**batch)
+        return str(refused.value)
+
+    assert all(message in text for text in run_ranks(2, forward))
 
 
 def test_unsupported_transformers_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
