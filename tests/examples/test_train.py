@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Ring
+from ringattn import Layout, Ring
 from ringattn.bench.common.attention import sdpa_attention
 from ringattn.bench.common.memory import PeakMemory, return_freed_memory
 from ringattn.bench.demo.compare import TrainingRecorder, TrainingRun, prepare_whole
@@ -139,11 +140,11 @@ def test_the_forward_ring_runs_once(forward_rings: list[object], monkeypatch: py
     rings: list[Ring] = []
     monkeypatch.setattr(train, "Ring", lambda group, **options: rings.append(Ring(group, **options)) or rings[-1])
     observer = Mock()
-    run = train_virtual_ranks(replace(TINY, steps=1), read_text(), 2, observer)
+    run = train_virtual_ranks(replace(TINY, steps=1, seed=3), read_text(), 2, observer)
     assert len(forward_rings) == 2 * TINY.layers
     assert observer.before.call_count == observer.after.call_count == 2
     model, text = Decoder(**SIZES), torch.tensor([*read_text()[: 2 * TINY.seqlen + 1]])
-    model.initialize(TINY.seed)
+    model.initialize(3)
     rows = text[:-1].view(2, -1), text[1:].view(2, -1)
     losses = model(rows[0], torch.arange(TINY.seqlen), sdpa_attention, rows[1])
     assert run.losses == {0: pytest.approx(losses.mean().item(), rel=1e-6)}
@@ -155,6 +156,28 @@ def test_the_forward_ring_runs_once(forward_rings: list[object], monkeypatch: py
 def one_process(job: Job, text: bytes, gather: Any = lambda flat: flat[None], **setup: Any) -> train.Training:
     part = RankSetup(0, slice(None), torch.arange(job.seqlen), attend=no_attention, gather=gather)
     return train.Training(job, text, CPU, replace(part, **setup))
+
+
+@pytest.mark.parametrize(("dtype", "block", "in_model"), [("float32", 0, None), ("bfloat16", 7, 7)])
+def test_settings_of_the_model_are_those_of_the_job(dtype: str, block: int, in_model: int | None) -> None:
+    dtypes = set[torch.dtype]()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dtypes.update(x.dtype for x in (q, k, v))
+        return sdpa_attention(q, k, v)
+
+    training = one_process(replace(TINY, dtype=dtype, block=block), b"text", attend=attend)
+    training.backward(0)
+    assert dtypes == {getattr(torch, dtype)}
+    assert training.model.block == in_model and len(training.model.layers) == TINY.layers
+
+
+@pytest.mark.parametrize("name", train.CHOICES["layout"])
+def test_the_layout_of_a_job_is_that_of_its_ring(name: str) -> None:
+    ring: Any = nullcontext()
+    ring.size = 3
+    with train.open_ring(ring, replace(TINY, layout=name)) as (layout, _):
+        assert layout == getattr(Layout, name)(TINY.seqlen, 3)
 
 
 def test_rows_are_consecutive_pieces_of_a_text_that_wraps_around() -> None:

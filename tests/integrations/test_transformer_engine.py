@@ -171,7 +171,7 @@ def test_packed_inputs_and_checkpointing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(formats, "ring_attention", lambda *qkv, **call: calls.append(0) or ring_attention(*qkv, **call))
     module = DotProductAttention(2 * HEADS, DIM, tp_size=2)
     q, k, v = heads(groups=HEADS)
-    whole = module(q, k, v, qkv_format="bshd")
+    whole = DotProductAttention(HEADS, DIM, qkv_format="bshd")(q, k, v)
     for times, named in (
         (1, {"qkv_layer": torch.stack([q, k, v], -3)}),
         (1, {"query_layer": q, "kv_layer": torch.stack([k, v], -2), "qkv_interleave_dim": -2}),
@@ -372,6 +372,8 @@ def test_documents_need_equal_numbers_of_queries_and_keys() -> None:
     options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", "boundaries": Boundaries(ENDS)}
     with pytest.raises(ValueError, match="query has 9 tokens and key has 8"):
         attend_format(q, k, v, group=None, **options)
+    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="thd", attn_mask_type="padding")
+    module(**PACKED, cu_seqlens_q=ENDS, cu_seqlens_q_padded=ENDS, pad_between_seqs=False)  # the same tensor, no padding
 
 
 def test_layouts_and_packings_of_one_and_of_several_ranks() -> None:

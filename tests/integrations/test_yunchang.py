@@ -252,7 +252,9 @@ def test_a_group_without_a_ring_becomes_one_mesh(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
     monkeypatch.setattr(ours, "DeviceMesh", made)
-    assert ours._one_row(group) is ours._one_row(group) is made.from_group.return_value
+    monkeypatch.setattr(ours, "resolve_mesh", lambda group: None)
+    monkeypatch.setattr(ours, "resolve_group", lambda group: group)
+    assert ours._without_ring(group) is ours._without_ring(group) is made.from_group.return_value
     made.from_group.assert_called_once_with([[3], group], "cpu", [[1, 3]], mesh_dim_names=("ring", "ulysses"))
 
 
