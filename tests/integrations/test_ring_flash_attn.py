@@ -98,21 +98,6 @@ def test_cases_of_ring_flash_attn(name: str, family: str, world: int) -> None:
     check(name, family, world, causal=True)
 
 
-@pytest.mark.parametrize("family", ["ring", "zigzag_ring", "llama3_varlen"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": False},
-        {"causal": True, "window_size": (9, 0), "alibi_slopes": SLOPES},
-        {"causal": True, "softcap": 2.0, "dropout_p": 0.25, "dropout_seed": 7, "softmax_scale": 0.5},
-    ],
-    ids=["full", "window and ALiBi", "softcap and dropout"],
-)
-def test_options_that_ring_flash_attn_refuses_or_gets_wrong(family: str, options: dict[str, Any]) -> None:
-    name = next(name for name in NAMES if NAMES[name] == family)
-    check(name, family, 2, **options)
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_documents_that_do_not_divide(world: int) -> None:
     """Pass ``layout=``, so that the boundaries are those of the whole sequence."""
