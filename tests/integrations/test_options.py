@@ -511,7 +511,7 @@ def test_with_ring_attention_changes_a_copy_of_a_megatron_spec() -> None:
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("uneven", ["ring_anything", "ulysses_anything", ""])
 def test_mesh_and_layouts_of_a_diffusers_config(uneven: str, degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With uneven shards, queries and keys have their own lengths."""
+    """Expect own lengths of queries and keys with uneven shards."""
     integration, attended = import_module("ringattn.integrations.diffusers"), Mock(return_value=(Q, Q[..., 0].mT))
     flags = dict.fromkeys(("ring_anything", "ulysses_anything"), False) | dict.fromkeys([uneven] * bool(uneven), True)
     context = SimpleNamespace(

@@ -33,7 +33,6 @@ NAMES = {
     for packing in PACKINGS
 }
 DOCUMENTS = {"": [0, 48], "varlen": [0, 16, 40, 96], "llama3": [0, 12, 13, 60, 96]}
-SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
 def documents_of(family: str) -> list[int]:
