@@ -190,7 +190,7 @@ def go_on(rank: int, job: Job, places: list[list[Path]]) -> tuple[list[CallOutco
     for place in places[rank]:
         os.chdir(place)
         ends.append(call_outcome(lambda: train_on_mesh(job, read_text(), CPU)))
-    fresh = (replace(job, checkpoint=None, data=data) for data in (1, 2))
+    fresh = (replace(job, checkpoint=None, steps=2, data=data) for data in (1, 2))
     return ends, [train_on_mesh(each, read_text(), CPU).losses for each in fresh]
 
 
@@ -212,7 +212,7 @@ def test_two_ranks_refuse_alike_and_continue_from_the_last(finished: Job, tmp_pa
     before = contents(tmp_path)
     results = group_results(2, partial(go_on, job=job, places=[[*column] for column in zip(*places, strict=True)]))
     ends, losses = zip(*results, strict=True)
-    whole = train_virtual_ranks(replace(job, checkpoint=None), read_text(), 1).losses
+    whole = train_virtual_ranks(replace(job, checkpoint=None, steps=2), read_text(), 1).losses
     assert all(run == pytest.approx(whole, rel=1e-6) for runs in losses for run in runs)
     *refused, last = zip(*ends, strict=True)
     for pair, both in zip(places[:-1], refused, strict=True):
