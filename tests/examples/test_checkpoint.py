@@ -288,7 +288,7 @@ def test_paths_of_any_system_and_python_version_are_allowed(name: str) -> None:
 
 def test_a_checkpoint_is_complete_only_with_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop the writer before the settings are in place."""
-    monkeypatch.setattr(checkpoint.os, "replace", Mock(side_effect=OSError("full")))
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError("full")))
     with pytest.raises(CheckpointException, match="full"):
         save_state(tmp_path / "00000001", {"step": torch.tensor(1)}, {}, no_dist=True)
     assert find_latest(tmp_path) is None

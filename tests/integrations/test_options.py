@@ -149,7 +149,8 @@ def attend(
 
     ``unused`` is the function of another mask, and ``module`` has attributes of the calling module.
     """
-    masks, caller = {None: None}, nn.Module()
+    masks: dict[Any, Any] = {None: None}
+    caller = nn.Module()
     vars(caller).update(module or {})
     with transformers.sharded(caller, None, **packed or {}):
         for function in filter(None, (mask_function, unused)):

@@ -121,8 +121,13 @@ def test_without_a_ring_and_cross_attention() -> None:
     keys = k.repeat(1, 1, 2, 1).transpose(1, 2)
     right = sdpa(q.transpose(1, 2), keys, keys).transpose(1, 2)
     torch.testing.assert_close(ours.ring_flash_attn(q, k, k), right)
-    for rank, out in enumerate(run_ranks(2, lambda group: ours.ring_flash_attn(*[Q + group.rank()] * 3, group=group))):
-        torch.testing.assert_close(out, ours.ring_flash_attn(*[Q + rank] * 3))
+
+    def of_rank(group: Any) -> Tensor:
+        x = Q + group.rank()
+        return ours.ring_flash_attn(x, x, x, group=group)
+
+    for rank, out in enumerate(run_ranks(2, of_rank)):
+        torch.testing.assert_close(out, ours.ring_flash_attn(Q + rank, Q + rank, Q + rank))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

@@ -167,7 +167,7 @@ def heads(tokens: int = 8, groups: int = GROUPS) -> list[Tensor]:
 
 def test_packed_inputs_and_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute attention once, or twice with checkpointing. ``tp_size`` without a group is enough without dropout."""
-    calls: list[Any] = []
+    calls: Any = []
     monkeypatch.setattr(formats, "ring_attention", lambda *qkv, **call: calls.append(0) or ring_attention(*qkv, **call))
     module = DotProductAttention(2 * HEADS, DIM, tp_size=2)
     q, k, v = heads(groups=HEADS)
