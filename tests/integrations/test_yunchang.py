@@ -92,18 +92,17 @@ def test_cases_of_yunchang(kind: str, kv_heads: int, rd: int, ud: int) -> None:
     check(kind, cut(kv_heads), rd, ud, causal=True)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("kind", ["basic", "zigzag", "strip"])
-def test_async_long_context_attention(kind: str, kv_heads: int) -> None:
+def test_async_long_context_attention(kind: str) -> None:
     make = lambda mesh: ours.AsyncLongContextAttention(ring_impl_type=kind, group=mesh)  # noqa: E731
-    check(kind, cut(kv_heads), 2, 2, make=make, causal=True)
+    check(kind, cut(2), 2, 2, make=make, causal=True)
 
 
 @pytest.mark.parametrize("ud", [2, 4])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (9, 3), "alibi_slopes": SLOPES}])
-def test_ulysses_without_a_ring(options: dict[str, Any], kv_heads: int, ud: int) -> None:
+def test_ulysses_without_a_ring(kv_heads: int, ud: int) -> None:
     whole = cut(kv_heads)
+    options: dict[str, Any] = {"window_size": (9, 3), "alibi_slopes": SLOPES}
 
     def in_a_group(group: LocalGroup) -> list[Tensor]:
         make = lambda _: ours.UlyssesAttention(group)  # noqa: E731
