@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -93,6 +93,10 @@ class Sharding:
             raise ValueError(f"tree has {self.tree.tokens} tokens, but the layout has {total}")
         return session, layout
 
+    def refusal(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context for an error, which tells the other ranks why this rank does not join the call."""
+        return nullcontext() if self.layout is None else _session(self.group, device, self.ring).call()
+
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
         """Return the positions of this rank's tokens within their documents or on their paths, int64 ``[S]``."""
         session, layout = self.resolve(tokens, device)
@@ -116,7 +120,7 @@ class Sharding:
             inside |= (begin <= where) & (where < end)
         if len(differ := ((blocks >= 0).cpu() != inside).nonzero()):
             position = int(where[differ[0, 1]])
-            with session.call():  # tells the other ranks why this rank does not join the call
+            with self.refusal(blocks.device):
                 raise ValueError(
                     f"islands and the batch disagree on the token at position {position}: only one has it in an image. "
                     "Pass the ranges of all image tokens to sharded."
@@ -155,8 +159,7 @@ class MaskSpec:
         differ = position_ids != expected
         if differ.any():
             row, first = differ.nonzero()[0].tolist()
-            session, _ = self.sharding.resolve(tokens, position_ids.device)
-            with session.call():  # tells the other ranks why this rank does not join the call
+            with self.sharding.refusal(position_ids.device):
                 raise ValueError(
                     f"position_ids from token {first} are {position_ids[row, first : first + 4].tolist()}. They "
                     f"must be {expected[first : first + 4].tolist()}. Pass the batch from shard_batch, and for "
@@ -357,20 +360,22 @@ def mask_interface(
             "must be this rank's tokens, so attention_mask must cover only them. ringattn supports neither a cache "
             '(pass use_cache=False, or generate with "sdpa") nor cross-attention.'
         )
-    if attention_mask is not None and not attention_mask.all():
-        raise ValueError(
-            f"attention_mask hides {int((attention_mask == 0).sum())} tokens as padding. Pack the documents without "
-            "padding and pass cu_seqlens to sharded and shard_batch."
-        )
     sharding, device = _sharding.get(Sharding()), torch.device(device)
+    if attention_mask is not None and not attention_mask.all():
+        with sharding.refusal(device):
+            raise ValueError(
+                f"attention_mask hides {int((attention_mask == 0).sum())} tokens as padding. Pack the documents "
+                "without padding and pass cu_seqlens to sharded and shard_batch."
+            )
     fields = parse_mask_function(mask_function)
     # transformers numbers documents wherever position_ids are not consecutive, which also happens within a shard
     packed, blocks, longest = (fields.pop(name, None) for name in ("packed", "blocks", "longest_island"))
     if packed is not None and not (packed.diff() == (sharding.positions(q_length, device).diff() != 1)).all():
-        raise ValueError(
-            "position_ids do not match the layout and cu_seqlens of sharded. Pass the batch from shard_batch, and the "
-            "same layout and cu_seqlens to sharded and shard_batch."
-        )
+        with sharding.refusal(device):
+            raise ValueError(
+                "position_ids do not match the layout and cu_seqlens of sharded. Pass the batch from shard_batch, and "
+                "the same layout and cu_seqlens to sharded and shard_batch."
+            )
     if blocks is not None:
         sharding.check_islands(blocks, longest)
     return MaskSpec(sharding, has_islands=blocks is not None, **fields)

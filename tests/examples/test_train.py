@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Ring
+from ringattn import Layout, Ring
 from ringattn.bench.common.attention import sdpa_attention
 from ringattn.bench.common.memory import PeakMemory, return_freed_memory
 from ringattn.bench.demo.compare import TrainingRecorder, TrainingRun, prepare_whole
@@ -48,25 +51,154 @@ def recorded(rank: int, job: Job, recorder: TrainingRecorder) -> TrainingRun:
     return TrainingRun(train_on_mesh(job, read_text(), CPU, recorder), recorder.gradients)
 
 
-@pytest.mark.parametrize("block", [1, 7, 300])
-def test_blockwise_losses_and_gradients_equal_the_plain_ones(block: int) -> None:
-    tokens, labels = torch.randint(256, (2, 2, 30), generator=torch.Generator().manual_seed(0))
+SIZES: dict[str, int] = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
 
-    def backward(block: int | None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        model = Decoder(layers=2, heads=4, kv_heads=2, head_dim=8, block=block)
+
+def plain_losses(model: Decoder, tokens: Tensor, positions: Tensor, attend: Any, labels: Tensor) -> Tensor:
+    """Compute the losses of :class:`Decoder` with plain operations, and rotary embedding with complex numbers."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    def turn(x: Tensor) -> Tensor:
+        angles = positions[:, None, None] * 10_000.0 ** (-torch.arange(0, 8, 2).double() / 8)
+        turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+
+    x = model.embed.weight[tokens]
+    for layer in model.layers:
+        weights: Any = {name: part.weight for name, part in layer.named_children()}
+        y = norm(x, weights["attention_norm"])
+        q, k, v = ((y @ weights[name].mT).unflatten(-1, (-1, 8)) for name in ("query", "key", "value"))
+        x = x + attend(turn(q), turn(k), v).flatten(2) @ weights["out"].mT
+        y = norm(x, weights["feed_norm"])
+        x = x + (torch.nn.functional.silu(y @ weights["gate"].mT) * (y @ weights["up"].mT)) @ weights["down"].mT
+    logits = norm(x, model.norm.weight) @ model.head.weight.mT
+    return -logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("block", [1, 7, 300, None])
+def test_losses_and_gradients_equal_plain_operations(block: int | None) -> None:
+    tokens, labels = torch.randint(256, (2, 2, 16), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(16) * 1000  # far apart, so that angles need float64
+
+    def backward(losses_of: Any, dtype: torch.dtype) -> list[Tensor]:
+        model = Decoder(**SIZES, block=block)
         model.initialize(0)
         model.to(dtype)
-        losses = model(tokens, torch.arange(30), sdpa_attention, labels)
+        losses = losses_of(model, tokens, positions, sdpa_attention, labels)
         return [losses, *torch.autograd.grad(losses.sum(), [*model.parameters()])]
 
-    names = ("losses", *(name for name, _ in Decoder(layers=2, heads=4, kv_heads=2, head_dim=8).named_parameters()))
-    for given in zip(names, backward(block), backward(None), backward(None, torch.float64), strict=True):
+    names = ("losses", *(name for name, _ in Decoder(**SIZES).named_parameters()))
+    single, double = (backward(plain_losses, dtype) for dtype in (torch.float32, torch.float64))
+    for given in zip(names, backward(Decoder.forward, torch.float32), single, double, strict=True):
         assert_as_exact_as_pytorch(*given)
+    model = Decoder(**SIZES, block=block)
+    logits = model(tokens, positions, sdpa_attention)
+    assert logits.shape == (2, 16, 256)
+    expected = torch.nn.functional.cross_entropy(logits.mT, labels, reduction="none")
+    torch.testing.assert_close(model(tokens, positions, sdpa_attention, labels), expected)
 
 
-def test_the_forward_ring_runs_once(forward_rings: list[object]) -> None:
-    train_virtual_ranks(replace(TINY, steps=1), read_text(), 2)
+@pytest.mark.parametrize("seed", [0, 5])
+def test_initial_weights_have_unit_gain_and_depend_on_the_seed_alone(seed: int) -> None:
+    model, generator = Decoder(**SIZES), torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    model.initialize(seed)
+    for module in model.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            assert module.weight.eq(1).all()
+        elif isinstance(module, torch.nn.Embedding | torch.nn.Linear):
+            std = module.weight.shape[1] ** -0.5 if isinstance(module, torch.nn.Linear) else 1.0
+            assert module.weight.equal(torch.empty(module.weight.shape).normal_(std=std, generator=generator))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_process_trains_in_a_group_on_its_own_device(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the group after an error, too."""
+    calls: list[Any] = []
+    for home, name in ((dist, "init_process_group"), (dist, "destroy_process_group"), (torch.cuda, "set_device")):
+        monkeypatch.setattr(home, name, lambda *given, name=name: calls.append((name, *given)))
+
+    def fail(*given: Any) -> None:
+        calls.append(given)
+        raise JobError("no text")
+
+    monkeypatch.setattr(train, "train_on_mesh", fail)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(JobError, match="no text"):
+        train.train_process(TINY, b"text")
+    device = torch.device("cuda", 3) if gpu else CPU
+    in_group = [("init_process_group",), (TINY, b"text", device), ("destroy_process_group",)]
+    assert calls == [("set_device", device)] * gpu + in_group
+
+
+def test_the_forward_ring_runs_once(forward_rings: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the loss with the mean over the text's first bytes, too, and close the rings after the run."""
+    rings: Any = []
+    monkeypatch.setattr(train, "Ring", lambda group, **options: rings.append(Ring(group, **options)) or rings[-1])
+    observer = Mock()
+    run = train_virtual_ranks(replace(TINY, steps=1, seed=3), read_text(), 2, observer)
     assert len(forward_rings) == 2 * TINY.layers
+    assert observer.before.call_count == observer.after.call_count == 2
+    model, text = Decoder(**SIZES), torch.tensor([*read_text()[: 2 * TINY.seqlen + 1]])
+    model.initialize(3)
+    rows = text[:-1].view(2, -1), text[1:].view(2, -1)
+    losses = model(rows[0], torch.arange(TINY.seqlen), sdpa_attention, rows[1])
+    assert run.losses == {0: pytest.approx(losses.mean().item(), rel=1e-6)}
+    for ring in rings:
+        with pytest.raises(ValueError, match="ring is closed"):
+            ring.open(CPU)
+
+
+def one_process(job: Job, text: bytes, gather: Any = lambda flat: flat[None], **setup: Any) -> train.Training:
+    part = RankSetup(0, slice(None), torch.arange(job.seqlen), attend=no_attention, gather=gather)
+    return train.Training(job, text, CPU, replace(part, **setup))
+
+
+@pytest.mark.parametrize(("dtype", "block", "in_model"), [("float32", 0, None), ("bfloat16", 7, 7)])
+def test_settings_of_the_model_are_those_of_the_job(dtype: str, block: int, in_model: int | None) -> None:
+    dtypes = set[torch.dtype]()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dtypes.update(x.dtype for x in (q, k, v))
+        return sdpa_attention(q, k, v)
+
+    training = one_process(replace(TINY, seqlen=20, dtype=dtype, block=block), b"text", attend=attend)
+    training.backward(0)
+    assert dtypes == {getattr(torch, dtype)}
+    assert training.model.block == in_model and len(training.model.layers) == TINY.layers
+
+
+@pytest.mark.parametrize("name", train.CHOICES["layout"])
+def test_the_layout_of_a_job_is_that_of_its_ring(name: str) -> None:
+    ring: Any = nullcontext()
+    ring.size = 3
+    with train.open_ring(ring, replace(TINY, layout=name)) as (layout, _):
+        assert layout == getattr(Layout, name)(TINY.seqlen, 3)
+
+
+def test_rows_are_consecutive_pieces_of_a_text_that_wraps_around() -> None:
+    job, text = replace(TINY, seqlen=4, batch=2), b"abcdefghijk"
+    training = one_process(job, text, rows=slice(1, 2), positions=torch.tensor([0, 1, 3]))
+    for step, tokens, labels in ((0, b"efh", b"fgi"), (1, b"bce", b"cdf")):
+        assert [bytes(*x.tolist()) for x in training._batch(step)] == [tokens, labels]
+
+
+COMPARED = [*(f"--{name.replace('_', '-')}" for name in vars(TINY)), "the text"]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_jobs_and_texts_that_differ_between_ranks_are_refused(name: str) -> None:
+    comparisons = iter(COMPARED)
+
+    def gather(digest: Tensor) -> Tensor:
+        return torch.stack([digest, digest ^ int(next(comparisons) == name)])
+
+    with pytest.raises(JobError, match=f"^{name} differs between ranks"):
+        one_process(TINY, b"text", gather)
 
 
 @pytest.mark.nightly
@@ -107,8 +239,7 @@ def test_fully_sharded_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> 
         )
 
     monkeypatch.setattr(train, "fully_shard", fully_shard)
-    part = RankSetup(0, slice(0, 1), torch.arange(TINY.seqlen), attend=no_attention, gather=lambda flat: flat[None])
-    train.Training(replace(TINY, data=2), b"text", CPU, replace(part, fully_sharded=True))
+    one_process(replace(TINY, data=2), b"text", fully_sharded=True)
     assert calls == [("divide", 1.0), ("sum", True)] * (TINY.layers + 1)
 
 
@@ -168,8 +299,8 @@ def test_four_ranks_share_the_memory_of_one_process() -> None:
     [
         ("", Job(), 2),
         ("--seqlen 256k --batch 2 --data 2 --checkpoint a", Job(seqlen=1 << 18, batch=2, data=2, checkpoint="a"), 2),
-        ("--head-dim 64 --dtype bfloat16 --layout striped --lr 1 --world 3",
-         Job(head_dim=64, dtype="bfloat16", layout="striped", lr=1.0), 3),
+        ("--seqlen 1M --head-dim 64 --dtype bfloat16 --layout striped --lr 1 --world 3",
+         Job(seqlen=1 << 20, head_dim=64, dtype="bfloat16", layout="striped", lr=1.0), 3),
     ],
 )  # fmt: skip
 def test_command_line_to_job(command: str, job: Job, world: int) -> None:
@@ -219,13 +350,24 @@ def test_progress_lines_of_rank_0_and_settings_of_the_optimizer(
     monkeypatch.setattr(train, "Ring", lambda group, *, slots: opened.append(slots) or Ring(group, slots=slots))
     job = replace(TINY, seqlen=4, layers=1, heads=1, kv_heads=1, head_dim=2, steps=41, lr=0.25)
     run = train_virtual_ranks(job, read_text(), 2)
-    pattern = re.compile(r"sharded, step (\d+) of 41: loss (\S+), [\d,]+ tokens/s")
+    pattern = re.compile(r"sharded, step (\d+) of 41: loss (\S+), ([\d,]+) tokens/s")
     lines = [pattern.fullmatch(line) for line in capsys.readouterr().err.splitlines()]
     steps = [*range(2, 41, 2), 41]
-    assert [line and line.groups() for line in lines] == [(str(n), f"{run.losses[n - 1]:.4f}") for n in steps]
+    speeds = [f"{2 * 4 / seconds:,.0f}" for seconds in run.seconds]
+    assert [line and line.groups() for line in lines] == [
+        (str(n), f"{run.losses[n - 1]:.4f}", speeds[n - 1]) for n in steps
+    ]
     assert made == [({"lr": 0.25, "betas": (0.9, 0.95)}, 2)] * 2
     with pytest.raises(JobError, match="--data is 2: it must be 1 for virtual ranks"):
         train_virtual_ranks(replace(TINY, data=2), read_text(), 2)
+
+
+def test_the_module_is_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "ringattn.examples.train")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("ringattn.examples.train", run_name="__main__")
+    assert "--kv-heads" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("launched", [False, True])

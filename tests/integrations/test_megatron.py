@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -213,71 +213,6 @@ def test_a_model_on_two_processes_equals_one() -> None:
     theirs, exact = group_results(1, partial(of_one_rank, "DotProductAttention", (single, double)), patience=300)[0]
     for index, three in enumerate(zip(ours, theirs, exact, strict=True)):
         assert_as_exact_as_pytorch(f"{index}", *three)
-
-
-def test_dropout_counts_the_heads_of_all_tensor_parallel_ranks() -> None:
-    whole = draw((TOKENS, 1))
-    with on_the_cpu() as core:
-
-        def out(rank: int, size: int) -> Tensor:
-            groups = SimpleNamespace(tp=SimpleNamespace(rank=lambda: rank, size=lambda: size), cp=ALONE)
-            causal = core.AttnMaskType.causal
-            module = core.RingCoreAttention(config_of(core), 1, causal, "self", 0.3, pg_collection=groups)
-            torch.manual_seed(5)
-            return cast(Tensor, module(*(x.chunk(size, 2)[rank] for x in whole[:3]), None))
-
-        assert torch.cat([out(0, 2), out(1, 2)], -1).equal(out(0, 1))
-
-
-def test_the_largest_scores_since_the_last_clip() -> None:
-    (q, k, v, _), layout = draw((TOKENS, 2)), Layout.zigzag(TOKENS, 2)
-    with on_the_cpu() as core:
-
-        def one_rank(group: Any) -> list[Tensor]:
-            module = attention(core, core.RingCoreAttention, group, qk_clip=True)
-            largest = []
-            for factor in (1.0, 2.0, 0.5):
-                module(*(layout.shard(x, group.rank(), 0) for x in (factor * q, k, v)), None)
-                largest.append(module.current_max_attn_logits)
-            return largest
-
-        for first, doubled, kept in run_ranks(2, one_rank):
-            scores = DIM**-0.5 * torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(HEADS // GROUPS, 2))
-            hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-            torch.testing.assert_close(first, scores.masked_fill(hidden, -torch.inf).amax((0, 2, 3)))
-            assert doubled.equal(2 * first) and kept.equal(doubled)
-
-
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"cp_comm_type": "a2a"}, {}, "cp_comm_type"),
-    ({"config": {"flash_decode": True}}, {}, "flash_decode"),
-    ({"k_channels": 8}, {}, "k_channels"),
-    ({"config": {"context_parallel_size": 2}}, {}, "config.context_parallel_size is 2, .*has 1"),
-    ({"config": {"context_parallel_size": 2}, "cp": None}, {}, "pg_collection.cp is None"),
-    ({"tp": None}, {}, "pg_collection.tp is None"),
-    ({}, {"attention_bias": torch.zeros(1)}, "attention_bias"),
-    ({}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask"),
-    ({}, {"attn_mask_type": "padding"}, "padding"),
-    ({}, {"attn_mask_type": "arbitrary"}, "arbitrary"),
-    ({}, {"key": torch.zeros(9, 1, GROUPS, DIM)}, "inference_context"),
-    ({}, {"packed_seq_params": {"qkv_format": "sbhd", "local_cp_size": 2}}, "local_cp_size"),
-]
-
-
-@pytest.mark.parametrize(("made", "called", "named"), REFUSED)
-def test_refused_options_are_named(made: dict[str, Any], called: dict[str, Any], named: str) -> None:
-    with on_the_cpu() as core, pytest.raises((ValueError, NotImplementedError), match=named):
-        fields = {**made}
-        config = config_of(core, **fields.pop("config", {}))
-        groups = SimpleNamespace(tp=fields.pop("tp", ALONE), cp=fields.pop("cp", ALONE))
-        module = core.RingCoreAttention(config, 1, core.AttnMaskType.causal, "self", pg_collection=groups, **fields)
-        q, k, v, _ = draw((8, 1))
-        call: dict[str, Any] = {"query": q, "key": k, "value": v, "attention_mask": None} | called
-        if "attn_mask_type" in call:
-            call["attn_mask_type"] = core.AttnMaskType[call["attn_mask_type"]]
-        if "packed_seq_params" in call:
-            call["packed_seq_params"] = core.PackedSeqParams(**call["packed_seq_params"])
-        module(**call)
 
 
 def test_ring_attention_in_specs_of_layers_and_blocks() -> None:

@@ -33,7 +33,6 @@ NAMES = {
     for packing in PACKINGS
 }
 DOCUMENTS = {"": [0, 48], "varlen": [0, 16, 40, 96], "llama3": [0, 12, 13, 60, 96]}
-SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
 def documents_of(family: str) -> list[int]:
@@ -98,21 +97,6 @@ def test_cases_of_ring_flash_attn(name: str, family: str, world: int) -> None:
     check(name, family, world, causal=True)
 
 
-@pytest.mark.parametrize("family", ["ring", "zigzag_ring", "llama3_varlen"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": False},
-        {"causal": True, "window_size": (9, 0), "alibi_slopes": SLOPES},
-        {"causal": True, "softcap": 2.0, "dropout_p": 0.25, "dropout_seed": 7, "softmax_scale": 0.5},
-    ],
-    ids=["full", "window and ALiBi", "softcap and dropout"],
-)
-def test_options_that_ring_flash_attn_refuses_or_gets_wrong(family: str, options: dict[str, Any]) -> None:
-    name = next(name for name in NAMES if NAMES[name] == family)
-    check(name, family, 2, **options)
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_documents_that_do_not_divide(world: int) -> None:
     """Pass ``layout=``, so that the boundaries are those of the whole sequence."""
@@ -130,6 +114,24 @@ def test_documents_that_do_not_divide(world: int) -> None:
 
     case = RingCase(layout, whole, {"causal": True, "cu_seqlens": documents})
     compare_with_expected(expected_results(case), *combine_ranks(case, run_ranks(world, one_rank)))
+
+
+@pytest.mark.parametrize("family", ["zigzag_ring", "llama3"])
+def test_a_layout_replaces_the_function_s_own(family: str) -> None:
+    """Give the ranks odd numbers of tokens."""
+    layout, q = Layout.uneven([3, 5]), torch.randn(1, 8, 2, 16)
+    if packed := family == "llama3":
+        expected = ours.ring_flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 3, 8]), 5, causal=True)
+    else:
+        expected = ours.ring_flash_attn_func(q, q, q, causal=True)
+
+    def one_rank(group: Any) -> Any:
+        x, options = layout.shard(q, group.rank()), {"causal": True, "group": group, "layout": layout}
+        if packed:
+            return ours.llama3_flash_attn_varlen_func(*[x[0]] * 3, *llama3_arguments(group.rank()), **options)
+        return ours.zigzag_ring_flash_attn_func(x, x, x, **options)
+
+    torch.testing.assert_close(torch.cat(run_ranks(2, one_rank), 0 if packed else 1), expected)
 
 
 def test_only_the_output_is_returned_without_return_attn_probs() -> None:
@@ -164,6 +166,11 @@ PREPARED = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), Tr
 LLAMA = (*PREPARED[:4], 1, PREPARED[4])
 
 
+def llama3_arguments(rank: int) -> tuple[Any, ...]:
+    *first, keys = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, rank, 2)
+    return *first, 1, keys
+
+
 def changed(at: int, value: Any) -> tuple[Any, ...]:
     return (Q, Q, Q, *LLAMA[:at], value, *LLAMA[at + 1 :])
 
@@ -177,11 +184,14 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 9, 8]), 9), "must not decrease"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 8]), None), "max_seqlen is None"),
+        (lambda: ours.ring_flash_attn_kvpacked_func(Q[None], torch.stack([Q[None]] * 3, -3)), "kv has shape"),
+        (lambda: run_ranks(2, lambda group: ours.llama3_flash_attn_varlen_func(
+            *[Q[:4]] * 3, *llama3_arguments(1 - group.rank()), causal=True, group=group)), "rank is"),
         (lambda: ours.ring_flash_attn_qkvpacked_func([Q, Q, Q]), "qkv is a list: it must be a torch.Tensor"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(0, PREPARED[0].clone())), "cu_seqlens_q is not prepared"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(1, PREPARED[0])), "cu_seqlens_k is"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(2, 4), causal=True), "max_seqlen_q is 4"),
-        (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 3), causal=True), "heads_k_stride is 3"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 4), causal=True), "heads_k_stride is 4"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, None), causal=True), "heads_k_stride is None"),
         (lambda: ours.llama3_flash_attn_prepare_cu_seqlens([0, 8], True, 0, 1), r"cu_seqlens is \[0, 8\]: it must"),  # type: ignore[arg-type]
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(5, slice(0, 4)), causal=True), "local_k_slice is"),
@@ -227,9 +237,13 @@ def test_names_and_arguments_match_the_package() -> None:
 )
 def test_llama3_arguments(rank: int, causal: bool, q: list[int], k: list[int], keys: slice) -> None:
     """Give a query the keys of its whole document, or with ``causal`` those up to the end of the rank's run."""
-    prepared = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 4, 12, 16]), causal, rank, 2)
+    documents, before = torch.tensor([0, 4, 12, 16], dtype=torch.int32), len(ours._PREPARED)
+    prepared = ours.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, 2)
+    assert prepared[0].dtype == prepared[1].dtype == torch.int32
     longest = [max(stop - start for start, stop in pairwise(edges)) for edges in (q, k)]
     assert [prepared[0].tolist(), prepared[1].tolist(), *prepared[2:]] == [q, k, *longest, keys]
+    del prepared
+    assert len(ours._PREPARED) == before  # nothing is kept longer than the tensor
 
 
 @pytest.mark.nightly

@@ -137,6 +137,8 @@ def test_as_exact_as_one_device(name: str) -> None:
             module.softmax_offset.data.copy_(sink)
         options = {} if slopes is None else {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
         out, largest = module(*shards[:3], **boundaries, **options)
+        module.return_max_logit = False  # hides no keys of padding from queries of padding
+        torch.testing.assert_close(module(*shards[:3], **boundaries, **options), out)
         found = [out.detach().unflatten(-1, (HEADS, -1)), *torch.autograd.grad(out, leaves, shards[3].flatten(-2))]
         of_tokens = [from_format(x, qkv_format) for x in found[:4]]
         assert not any(x[:, len(where) :].any() for x in of_tokens)
@@ -165,17 +167,23 @@ def heads(tokens: int = 8, groups: int = GROUPS) -> list[Tensor]:
     return [torch.randn(1, tokens, count, DIM, requires_grad=True) for count in (HEADS, groups, groups)]
 
 
-def test_packed_inputs_and_checkpointing() -> None:
-    module = DotProductAttention(HEADS, DIM, qkv_format="bshd")
+def test_packed_inputs_and_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute attention once, or twice with checkpointing. ``tp_size`` without a group is enough without dropout."""
+    calls: Any = []
+    monkeypatch.setattr(formats, "ring_attention", lambda *qkv, **call: calls.append(0) or ring_attention(*qkv, **call))
+    module = DotProductAttention(2 * HEADS, DIM, tp_size=2)
     q, k, v = heads(groups=HEADS)
-    whole = module(q, k, v)
-    for out in (
-        module(qkv_layer=torch.stack([q, k, v], -3)),
-        module(q, kv_layer=torch.stack([k, v], -2), qkv_interleave_dim=-2),
-        module(q, k, v, checkpoint_core_attention=True),
+    whole = DotProductAttention(HEADS, DIM, qkv_format="bshd")(q, k, v)
+    for times, named in (
+        (1, {"qkv_layer": torch.stack([q, k, v], -3)}),
+        (1, {"query_layer": q, "kv_layer": torch.stack([k, v], -2), "qkv_interleave_dim": -2}),
+        (2, {"query_layer": q, "key_layer": k, "value_layer": v, "checkpoint_core_attention": True}),
     ):
+        calls.clear()
+        out = module(**named, qkv_format="bshd", pad_between_seqs=False)
         assert out.equal(whole)
         assert torch.autograd.grad(out.sum(), q)[0].equal(torch.autograd.grad(whole.sum(), q, retain_graph=True)[0])
+        assert len(calls) == times
 
 
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
@@ -185,12 +193,14 @@ def test_padding_masks_are_copied_to_the_device_once(qkv_format: str) -> None:
     edges = torch.tensor([0, 9])
     padded = torch.tensor([0, 12]) if qkv_format == "thd" else None
     call: dict[str, Any] = {"qkv_format": qkv_format, "boundaries": Boundaries(edges, None, padded, None)}
-    formats._padding.cache_clear()
+    call |= {"attn_mask_type": "padding", "return_max_logits": True}
+    for cached in (formats._padding, formats._hide_padding):
+        cached.cache_clear()
     with torch.inference_mode():
-        attend_format(q, k, v, group=None, attn_mask_type="padding", **call)
+        attend_format(q, k, v, group=None, **call)
     for _ in range(2):
-        attend_format(q, k, v, group=None, attn_mask_type="padding", **call).sum().backward()
-    assert formats._padding.cache_info().misses == 1
+        attend_format(q, k, v, group=None, **call)[0].sum().backward()
+    assert formats._padding.cache_info().misses == formats._hide_padding.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(("mask_type", "diagonal"), [("no_mask", 16), ("causal", 0), ("causal_bottom_right", 8)])
@@ -237,19 +247,6 @@ def test_strides_and_names_of_masks() -> None:
     assert module(*spread, cu_seqlens_q=lengths, attn_mask_type="causal,padding").equal(out)
 
 
-def test_dropout_only_in_training() -> None:
-    whole = inputs(24, (HEADS, GROUPS), batch=1)
-    module = DotProductAttention(HEADS, DIM, GROUPS, 0.3, qkv_format="bshd")
-    torch.manual_seed(3)
-    seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
-    torch.manual_seed(3)
-    options: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": seed}
-    for training, call in ((True, options), (False, {})):
-        out = module.train(training)(*(whole[name] for name in "qkv")).unflatten(-1, (HEADS, DIM))
-        right = expected_results(RingCase(Layout.contiguous(24, 1), whole, {"causal": True} | call, through_lse=False))
-        compare_with_expected(right, Results(out, None, None, None, None))  # type: ignore[arg-type]
-
-
 def without_a_group(rank: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(rank)
     q, k, v = (x.detach() for x in heads())
@@ -274,8 +271,11 @@ CALLED: dict[str, Any] = {
     "attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool), "core_attention_bias_type": "post_scale_bias",
     "core_attention_bias": torch.ones(1, HEADS, 8, 8), "fp8_output": True, "num_splits": 4, "score_mod": max,
     "thd_attention_policies": [{}], "thd_attention_policy_dispatch": "grouped", "qkv_interleave_dim": 1,
+    "bf16_backward": True, "score_mod_bprop": max, "score_mod_tensors": {}, "score_mod_bprop_tensors": {},
+    "kv_layer": torch.ones(1, 8, 2, GROUPS, DIM),
     "qkv_layer": torch.ones(1, 8, 3, HEADS, DIM),
 }  # fmt: skip
+PACKED = {f"{name}_layer": torch.ones(8, n, DIM) for name, n in (("query", HEADS), ("key", GROUPS), ("value", GROUPS))}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({name: value}, {}, name) for name, value in MADE.items()),
     *(({}, {name: value}, name) for name, value in CALLED.items()),
@@ -288,6 +288,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"cp_group": "cp"}, {}, "cp_group is a str"),
     ({"window_size": 4}, {}, "window_size is 4"),
     ({}, {"attn_mask_type": "padding_causal"}, "cu_seqlens_q is None"),
+    *(
+        ({}, {"kv_layer": torch.ones(1, 8, 2, GROUPS, DIM), f"{name}_layer": None}, "kv_layer")
+        for name in ("key", "value")
+    ),
+    ({}, PACKED | {"qkv_format": "thd"}, "attn_mask_type is 'causal' with qkv_format 'thd'"),
+    ({}, PACKED, r"query has shape \[8, 4, 16\]. With qkv_format 'bshd'"),
+    ({}, PADDED | {"cu_seqlens_q_padded": ENDS + 0, "pad_between_seqs": False}, "pad_between_seqs is False"),
     ({}, {"cu_seqlens_q": torch.tensor([0]), "attn_mask_type": "padding"}, "cu_seqlens_q has 0 documents"),
     *(({}, PADDED | {f"cu_seqlens_{name}_padded": ENDS}, "only qkv_format 'thd' takes padded") for name in ("q", "kv")),
     ({}, PADDED | {"cu_seqlens_kv": ENDS - 1}, "cu_seqlens_kv differs"),
@@ -299,7 +306,30 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_refused_options_are_named(made: dict[str, Any], called: dict[str, Any], named: str) -> None:
     arguments: dict[str, Any] = {"num_attention_heads": HEADS, "kv_channels": DIM, "num_gqa_groups": GROUPS}
     with pytest.raises((ValueError, NotImplementedError), match=named):
-        DotProductAttention(**arguments | {"qkv_format": "bshd"} | made)(*heads(), **called)
+        tensors = dict(zip(("query_layer", "key_layer", "value_layer"), heads(), strict=True))
+        DotProductAttention(**arguments | {"qkv_format": "bshd"} | made)(**tensors | called)
+
+
+def test_unknown_load_balancing_is_refused() -> None:
+    with pytest.raises(ValueError, match="load_balancing_strategy is 'STRIPES'"):
+        DotProductAttention(HEADS, DIM).set_context_parallel_group(None, None, None, "p2p", "STRIPES")
+
+
+def test_the_causal_mask_of_a_rank_s_rows_is_accepted_and_any_other_refused() -> None:
+    (q, k, v), layout = (x.detach() for x in heads()), Layout.zigzag(8, 2)
+    masks = [torch.ones(8, 8, dtype=torch.bool).triu(1)[None, None, layout.positions(rank)] for rank in range(2)]
+
+    def one_rank(group: LocalGroup) -> Tensor:
+        mine = [layout.shard(x, group.rank()) for x in (q, k, v)]
+        module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd", cp_group=group)
+        no_mask: dict[str, Any] = {"attn_mask_type": "no_mask", "attention_mask": masks[group.rank()]}
+        for wrong in ({"attention_mask": masks[1 - group.rank()]}, no_mask, {"attention_mask": masks[0][..., :4]}):
+            with pytest.raises(NotImplementedError, match="attention_mask has shape"):
+                module(*mine, **wrong)
+        return cast(Tensor, module(*mine, attention_mask=masks[group.rank()]))
+
+    whole = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd")(q, k, v)
+    torch.testing.assert_close(layout.unshard(run_ranks(2, one_rank)), whole)
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [2, 0]])
@@ -324,6 +354,7 @@ def test_cp_global_ranks_that_contradict_the_group_are_refused(
         (Boundaries(torch.tensor([0, 16]), torch.tensor([0, 8])), 8, "cu_seqlens_kv"),
         (Boundaries(torch.tensor([0, 6]), None, ENDS, 2 * ENDS), 4, "cu_seqlens_kv differs"),
         (Boundaries(torch.tensor([0, 16])), 7, "query has 7 tokens"),
+        (Boundaries(torch.tensor([0, 14])), 8, "document 0 has 14 tokens with its padding, .* multiple of 4"),
         (Boundaries(torch.tensor([0.0, 16.0])), 8, "cu_seqlens_q is torch.float32"),
         (Boundaries(torch.tensor([False, True])), 8, "cu_seqlens_q is torch.bool"),
         (Boundaries(torch.arange(0)), 8, r"cu_seqlens_q is torch.int64 of shape \[0\]"),
@@ -336,6 +367,15 @@ def test_wrong_boundaries_are_refused(boundaries: Boundaries, tokens: int, messa
     options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "boundaries": boundaries}
     with LocalWorld(2) as world, pytest.raises((ValueError, NotImplementedError), match=message):
         world.run(lambda group: attend_format(q, k, v, group=group, **options))
+
+
+def test_documents_need_equal_numbers_of_queries_and_keys() -> None:
+    (q, *_), (_, k, v) = ([x[0] for x in heads(tokens)] for tokens in (9, 8))
+    options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", "boundaries": Boundaries(ENDS)}
+    with pytest.raises(ValueError, match="query has 9 tokens and key has 8"):
+        attend_format(q, k, v, group=None, **options)
+    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="thd", attn_mask_type="padding")
+    module(**PACKED, cu_seqlens_q=ENDS, cu_seqlens_q_padded=ENDS, pad_between_seqs=False)  # the same tensor, no padding
 
 
 def test_layouts_and_packings_of_one_and_of_several_ranks() -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -188,8 +189,10 @@ def test_generation_on_one_rank_equals_eager() -> None:
     assert ours.equal(theirs)
 
 
-def test_attention_dropout_is_passed_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_is_passed_in_training_only_and_positions_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
+    check_positions = Mock(side_effect=integration.MaskSpec.check_positions, autospec=True)
+    monkeypatch.setattr(integration.MaskSpec, "check_positions", lambda *given: check_positions(*given))
 
     def recording(*qkv: Tensor, **call: Any) -> Any:
         calls.append(call["dropout_p"])
@@ -201,7 +204,7 @@ def test_attention_dropout_is_passed_in_training_only(monkeypatch: pytest.Monkey
         layer.self_attn.attention_dropout = 0.25
     model(token_ids())
     model.eval()(token_ids())
-    assert calls == [0.25, 0.25, 0.0, 0.0]
+    assert calls == [0.25, 0.25, 0.0, 0.0] and check_positions.call_count == 2  # in each forward
 
 
 MASKS = {
@@ -279,7 +282,8 @@ def attention_without_a_mask(config: Any, **given: Any) -> None:
 
 
 def rotary_by_length(kind: str) -> None:
-    rope = {"full_attention": {"rope_type": kind}}
+    rope: dict[str, Any] = {"rope_type": kind}
+    rope = {"full_attention": rope} if kind == "longrope" else rope
     attention_without_a_mask(SimpleNamespace(model_type="phi3", rope_parameters=rope))
 
 
@@ -309,11 +313,11 @@ def generate() -> None:
     run_ranks(2, forward)
 
 
-def with_sharding(create: str | None = None, **given: Any) -> None:
+def with_sharding(create: str | None = None, images: Tensor = IMAGES, **given: Any) -> None:
     """Run a forward inside sharded on one rank, or make one mask with the islands of transformers."""
     with sharded(model := build_model("llama"), None, **given):
         if create is not None:
-            mask(create=create, block_sequence_ids=IMAGES[:1] - 1)
+            mask(create=create, block_sequence_ids=images[:1] - 1)
         else:
             model(token_ids())
 
@@ -322,6 +326,33 @@ def tree_under_chunks() -> None:
     model = build_model("qwen3")
     with sharded(model, None, tree=prefix_tree([TOKENS], [-1])):
         model(token_ids(), attention_mask=dict.fromkeys(("full_attention", "sliding_attention"), mask(create="chunk")))
+
+
+def keys_of_a_cache() -> None:
+    q, k = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 2, 8)
+    integration.attention_interface(torch.nn.Module(), q, k, k, None)
+
+
+def a_second_config_under_one_mask() -> None:
+    """Give a good config and then a bad one to calls that share a mask."""
+    module, patches = torch.nn.Module(), torch.zeros(1, 4, 10, 8)
+
+    def call(group: Any) -> None:
+        with sharded(module, "contiguous", group):
+            shared = mask(tokens=10)
+            for config in (transformers.LlamaConfig(), transformers.Qwen3NextConfig()):
+                module.config = config
+                where = torch.arange(10)[None] + 10 * group.rank()
+                integration.attention_interface(module, patches, patches, patches, shared, position_ids=where)
+
+    run_ranks(2, call)
+
+
+def foreign_mask(*_: Any) -> bool:
+    return True
+
+
+foreign_mask.__qualname__ = "causal_mask_function"  # as of transformers
 
 
 def with_cache() -> None:
@@ -340,6 +371,7 @@ def attentions_by_config() -> None:
 
 
 ONES, PADDING = torch.ones(2, TOKENS), torch.ones(2, TOKENS).index_fill(1, torch.tensor([0]), 0)
+ONE_IMAGE = torch.zeros(1, TOKENS, dtype=torch.int64).index_fill(1, torch.arange(3, 9), 1)
 RESTARTING = torch.arange(TOKENS)[None] % 20
 IDS: dict[str, Any] = {"input_ids": token_ids()}
 INVALID: list[tuple[str, Callable[[], object]]] = [
@@ -351,8 +383,8 @@ INVALID: list[tuple[str, Callable[[], object]]] = [
      lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
     ("tree has 34 tokens, but .* has 43", lambda: with_sharding(tree=TREE)),
     ("tree has 44 tokens, but .* has 43", lambda: with_sharding(tree=prefix_tree([44], [-1]))),
-    ("labels cannot be used with tree",
-     lambda: shard_batch({"input_ids": token_ids(), "labels": token_ids()}, None, tree=TREE)),
+    *(("labels cannot be used with tree", partial(shard_batch, {"input_ids": token_ids(), name: token_ids()}, None,
+                                                  tree=TREE)) for name in ("labels", "shift_labels")),
     ("position_ids from token", generate),
     ("layout is None with 2 ranks.*sharded", lambda: on_two_ranks(None)),
     ("position_ids from token 0 are .0, 1, 2, 3.*20, 21", on_two_ranks),
@@ -369,9 +401,12 @@ UNSUPPORTED: list[tuple[str, Callable[[], object]]] = [
     ("cu_seq_lens_q", lambda: llama(cu_seq_lens_q=torch.tensor([0, 43]))),
     ("1 queries from .* 44 keys from 0.*use_cache=False", with_cache),
     ("neither a cache", static_cache),
+    ("mask function causal_mask_function of", lambda: integration.parse_mask_function(foreign_mask)),
     ("mask function .*lambda", lambda: mask(and_mask_function=lambda *_: ONES[0, 0] > 0)),
     ("or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
-    ("an island is longer than 5", lambda: with_sharding("window", islands=ISLANDS)),
+    ("an island is longer than 5", lambda: with_sharding("window", ONE_IMAGE, islands=[(3, 9)])),
+    ("or_masks", lambda: with_sharding("chunk", ONE_IMAGE, islands=[(3, 9)])),
+    ("2 keys for 1 queries in Module", keys_of_a_cache),
     ("tree is given, but the mask of Qwen3.* has chunks", tree_under_chunks),
     ("mask sets .*window_size.* twice",
      lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3))),
@@ -386,7 +421,7 @@ UNSUPPORTED: list[tuple[str, Callable[[], object]]] = [
     ("does not pass position_ids .B, S.",
      lambda: attention_without_a_mask(transformers.LlamaConfig(), position_ids=torch.zeros(3, 1, 10))),
     ("return_dict=False of Llama", lambda: on_two_shards(given={"return_dict": False})),
-    ("qwen3_next .*linear_attention", lambda: attention_without_a_mask(transformers.Qwen3NextConfig())),
+    ("qwen3_next .*linear_attention", a_second_config_under_one_mask),
     *(("rope_type", partial(rotary_by_length, kind)) for kind in ("dynamic", "longrope")),
     ("attn_temperature_tuning", lambda: attention_without_a_mask(transformers.Llama4TextConfig())),
     ("roberta .* its positions", lambda: on_two_shards("RobertaModel")),
@@ -411,15 +446,39 @@ def test_unsupported_calls_are_refused(error: type[Exception], text: str, call: 
         call()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"position_ids": torch.zeros(1, 20, dtype=torch.int64)}, "position_ids do not match"),
+        ({"position_ids": torch.arange(20)[None]}, "position_ids from token 0"),
+        ({"attention_mask": torch.arange(20).gt(0).expand(2, -1)}, "attention_mask hides 2 tokens"),
+        ({"token_type_ids": torch.ones(2, 20, dtype=torch.int64)}, "islands and the batch disagree"),
+    ],
+)
+def test_an_entry_that_one_rank_refuses_ends_the_forward_of_all(wrong: dict[str, Tensor], message: str) -> None:
+    model, images = build_model("gemma3 images"), [(3, 12), (30, 36)]
+    whole = {"input_ids": token_ids()[:, :40], "token_type_ids": torch.zeros(2, 40, dtype=torch.int64)}
+    for begin, end in images:
+        whole["token_type_ids"][:, begin:end] = 1
+
+    def forward(group: Any) -> str:
+        batch = shard_batch(whole, "contiguous", group) | (wrong if group.rank() else {})
+        with pytest.raises(ValueError) as refused, sharded(model, "contiguous", group, islands=images):
+            model(**batch)
+        return str(refused.value)
+
+    assert all(message in text for text in run_ranks(2, forward))
+
+
 def test_unsupported_transformers_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert register() == register() == "ringattn"
     with monkeypatch.context() as patch:
         patch.setattr(transformers, "__version__", "5.21.4")
         with pytest.raises(ImportError, match=r"is 5\.21\.4: ringattn needs 5\.22"):
             register()
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(transformers, "__version__", "5.100.0")
     monkeypatch.setattr(masking, "sliding_window_overlay", lambda size: masking.causal_mask_function)
-    with pytest.raises(ImportError, match=r"is 5\.99\.0.*and_mask"):
+    with pytest.raises(ImportError, match=r"is 5\.100\.0.*and_mask"):
         register()
 
 
