@@ -34,6 +34,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         "exit": typer.Exit(7), "interrupt": KeyboardInterrupt(), "value": ValueError("q has 3 dims:\n  4 are needed"),
         "later": NotImplementedError("not yet"), "flag": typer.BadParameter("--text is odd"),
         "extra": ModuleNotFoundError("No module named 'jinja2'", name="jinja2.sandbox"),
+        "module": ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"),
     }  # fmt: skip
     app = typer.Typer()
 
@@ -145,6 +146,23 @@ def test_exit_codes_and_messages(arguments: list[str], code: int, line: str, alo
     result = CliRunner().invoke(cli.app, ["demo", *arguments], prog_name="ringattn")
     assert result.exit_code == code and result.output.startswith(line), result.output
     assert len(result.output.splitlines()) == (1 if line else 0) and "Input" not in result.output
+
+
+def test_a_module_outside_of_the_extra_is_named(demo: list[object]) -> None:
+    ran = CliRunner().invoke(cli.app, ["demo", "--end", "module"], prog_name="ringattn")
+    assert isinstance(ran.exception, ModuleNotFoundError) and ran.exception.name == "flash_attn"
+
+
+def test_a_closed_pipe_discards_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    with open(write, "w") as first, open(os.dup(write), "w") as second:
+        monkeypatch.setattr(sys, "stdout", first)
+        monkeypatch.setattr(sys, "stderr", second)
+        assert cli._silence_output() == 141
+        for stream in (first, second):
+            print("lost", file=stream, flush=True)
+    with open(read) as rest:
+        assert rest.read() == ""
 
 
 def test_only_rank_0_reports_an_interruption(demo: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -171,12 +173,69 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert command.resolve_ranks(None, 1, None) == 2
     assert command.resolve_ranks(4, 2, None) == 4
-    with pytest.raises(ValueError, match="--world is 8: it must be at most 4"):
-        command.resolve_ranks(8, 1, None)
+    with pytest.raises(ValueError, match="--world is 5: it must be at most 4"):
+        command.resolve_ranks(5, 1, None)
     with pytest.raises(ValueError, match="--world is 4: it must be a multiple of --data, 3"):
         command.resolve_ranks(4, 3, None)
     with pytest.raises(ValueError, match="rank 5 has no GPU: start at most 4 ranks"):
         command.resolve_ranks(None, 1, ranks.LaunchedRank(rank=5, world=8, local_rank=5, local_world=8))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert command.resolve_ranks(8, 1, None) == 8  # virtual ranks
+    with pytest.raises(ValueError, match="--data is 2: it must be 1"):
+        command.resolve_ranks(8, 2, None)
+
+
+def test_speed_and_memory_of_a_run() -> None:
+    run = TrainingRun(Run({}, [9.0, 0.25, 1.0, 0.5]), {}, [3000, 1000, 2000], "2 ranks")
+    told = compare.speed_and_memory("sharded", replace(TINY, batch=2), run)
+    assert told == "sharded: 812 tokens/s, 0.500 s per step, peak 1.00 kB to 3.00 kB (2 ranks)"
+    run = TrainingRun(Run({}, [0.5]), {}, [1000], "here")  # a single step counts, although it warms up
+    assert compare.speed_and_memory("x", TINY, run) == "x: 406 tokens/s, 0.500 s per step, peak 1.00 kB (here)"
+
+
+def test_one_rank_of_several_shares_cores_and_gathers_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    trained = Run({0: 1.0}, [1.0])
+    monkeypatch.setattr(compare, "cores", lambda: 6)
+    monkeypatch.setattr(compare, "PeakMemory", lambda device: SimpleNamespace(bytes=7))
+    monkeypatch.setattr(compare, "gather", lambda x: torch.stack([x, x + 1]))
+    monkeypatch.setattr(compare, "train_on_mesh", lambda *_: threads.append(torch.get_num_threads()) or trained)
+    before = torch.get_num_threads()
+    place, recorder = ranks.LaunchedRank(1, 4, 1, 2), TrainingRecorder("", gradients={0: {}})
+    run = compare.train_rank(place, torch.device("cpu"), TINY, b"text", recorder)
+    assert run == TrainingRun(trained, {0: {}}, [7, 8], "4 ranks, 1 process of 3 threads each")
+    assert threads == [3] and torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world", "way"), [(0, 1, "virtual"), (1, 2, "virtual"), (0, 2, "cpu"), (2, 2, "cuda")]
+)
+def test_ranks_are_processes_unless_one_device_holds_all(
+    gpus: int, world: int, way: str, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(compare, "train_virtually", lambda job, text, world, recorder: ("virtual", world))
+    monkeypatch.setattr(
+        compare, "run_process_group", lambda world, entry, *_, device: (device, world, entry is compare.train_rank)
+    )
+    expected = ("virtual", world) if way == "virtual" else (way, world, True)
+    trained: Any = compare.train_sharded(TINY, b"text", world, TrainingRecorder(""))
+    assert trained == expected
+
+
+def test_losses_are_plotted_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"step": step, "name": name, "sharded": 3.0 - step, "unsharded": 4.0 - step}
+        for step in (1, 2)
+        for name in ("loss", "w")
+    ]
+    saved: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda *given: saved.append(given))
+    command.draw_losses(Result("demo", {}, [*rows]), tmp_path / "loss.png")
+    ((figure, target),) = saved
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    assert lines == {"sharded": [[1, 2], [2, 1]], "unsharded": [[1, 3], [2, 2]]} and target == tmp_path / "loss.png"
 
 
 def test_batches_continue_through_the_text_and_wrap_around() -> None:

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from ringattn.bench.common import memory
-from ringattn.bench.common.cases import MeasuredNumber, UnavailableError, case_result, relative_distance
+from ringattn.bench.common.cases import (
+    MeasuredNumber,
+    UnavailableError,
+    case_result,
+    poison_allocations,
+    relative_distance,
+)
 from ringattn.bench.common.result import read_result
+from ringattn.bench.common.timing import Samples
 from ringattn.bench.suite import device_cases
 from ringattn.kernels import dequantize, quantize
 
@@ -40,6 +47,19 @@ def test_numbers_fail_above_their_limit(value: float | None, fails: bool) -> Non
     assert case_result("a", judged, {}).notes == ["2 reached, 1 missed"]
 
 
+def test_new_tensors_are_poisoned_only_inside_the_block() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with poison_allocations():
+            assert torch.empty(9).isnan().all() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with poison_allocations():
+        pass
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.json"
 
@@ -63,8 +83,11 @@ def test_launch_errors_and_ceilings_of_a_device(monkeypatch: pytest.MonkeyPatch)
     rows = list(device_cases.launch_case(CPU, dtype="float32", seqlen=40, head_dim=16))
     assert [number.name for number in rows if number.limit] == ["difference from float64"] * 2
     assert not any(number.fails for number in rows)
-    _, copy = device_cases.ceilings_case(CPU, side=64, dtype="float32", nbytes=4096)
-    assert (copy.unit, copy.labels["bytes"]) == ("GB/s", 4096)
+    times = {"product": Samples((2e-3,) * 3), "copy": Samples((4e-6,) * 3)}
+    monkeypatch.setattr(device_cases, "time_in_turns", lambda steps, clock, **_: {name: times[name] for name in steps})
+    product, copy = device_cases.ceilings_case(CPU, side=64, dtype="float32", nbytes=4096)
+    assert (copy.unit, copy.labels["bytes"], copy.value) == ("GB/s", 4096, pytest.approx(2 * 4096 / 4e3))
+    assert product.value == pytest.approx(2 * 64**3 / 2e9)
     monkeypatch.setattr(memory, "free_memory", lambda device: 8000)
     product, copy = device_cases.ceilings_case(CPU, side=64, dtype="float32", nbytes=4096)
     assert (product.unit, copy.labels["bytes"]) == ("TFLOP/s", 2000)  # a read and a write of a quarter of free memory

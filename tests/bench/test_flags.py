@@ -87,7 +87,7 @@ def test_constants_of_flags_match_the_code() -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     ([], ""),
-    (["--a", "1", "--b", "2", "--json", "-"], ""),
+    (["--a", "1", "--b", "2", "--json", "-", "--csv", "rows"], ""),
     (["--c", "3"], "--c cannot be used in this mode"),
     (["--b", "2"], "--b has no effect without --a"),
     (["--a", "1", "--d-long", "4"], "--a and --d-long cannot be used together"),
@@ -103,6 +103,7 @@ def test_flags_that_do_not_apply_are_refused(words: list[str], message: str) -> 
         c: int = 0,
         d: int = typer.Option(0, "--d", "--d-long"),
         json: flags.Json = None,
+        csv: flags.Csv = None,
     ) -> None:
         flags.check_mode(context, "in this mode", ("a", "b", "d"))
         flags.check_needs(context, {"b": "a"})

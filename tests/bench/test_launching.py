@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -113,11 +115,19 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
         monkeypatch.setenv("MASTER_ADDR", address)
     before, place = listening(), LaunchedRank(0, 1, 0, 1)
     process_group._store.cache_clear()
-    with process_group.process_group(place, CPU):
-        used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-        opened = Counter(listening()) - Counter(before)
+    prefixes: list[str] = []
+    prefix_store = process_group.PrefixStore
+    monkeypatch.setattr(
+        process_group, "PrefixStore", lambda prefix, store: prefixes.append(prefix) or prefix_store(prefix, store)
+    )
+    for _ in range(2):
+        with process_group.process_group(place, CPU):
+            used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+            opened = Counter(listening()) - Counter(before)
+        assert not dist.is_initialized()
     process_group._store.cache_clear()
     assert opened and {*opened} == {"0100007F"} and {*used.values()} == {"lo"}
+    assert len({*prefixes}) == 2  # a group reads no keys of an earlier one
 
 
 def free_port() -> int:
@@ -228,6 +238,11 @@ def test_errors_without_a_peer_are_raised_at_once(monkeypatch: pytest.MonkeyPatc
     for error in (NotImplementedError("no"), torch.OutOfMemoryError("full"), typer.Exit(1), ValueError("wrong")):
         with pytest.raises(type(error)), delay_secondary_errors():
             raise error
+    delays: list[float] = []
+    monkeypatch.setattr(time, "sleep", delays.append)
+    with pytest.raises(RuntimeError, match="connection closed"), delay_secondary_errors():
+        raise RuntimeError("connection closed")
+    assert delays == [process_group.CONSEQUENCE_DELAY]
 
 
 def two_ranks(launcher: str) -> list[str]:
@@ -363,6 +378,37 @@ def test_world_must_match_the_launcher(bench: str, alone: None, monkeypatch: pyt
     done = CliRunner().invoke(cli.app, [*flags, "--world", "2"])
     assert done.exit_code == 2 and ran == [3], done.output
     assert "--world is 2: the launcher started 3 ranks; leave it out" in done.output
+
+
+def test_a_rank_whose_starter_has_died_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # It may die before this process asks to be killed with it.
+    options: list[tuple[int, ...]] = []
+    library = SimpleNamespace(prctl=lambda *option: options.append(option))
+    monkeypatch.setattr(launching.ctypes, "CDLL", lambda name: library)
+    with pytest.raises(SystemExit) as ended:
+        launching.run_rank(str(tmp_path), os.getppid() + 1)
+    assert ended.value.code == 1 and options == [(1, signal.SIGKILL)] and not [*tmp_path.iterdir()]
+
+
+def test_ranks_get_their_environment_and_a_session_of_their_own(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a session of its own, a rank is not interrupted by Ctrl-C before this process can end it.
+    started: list[Any] = []
+
+    def popen(command: list[str], *, env: dict[str, str], start_new_session: bool) -> Any:
+        started.append((command, env, start_new_session))
+        return SimpleNamespace(poll=lambda: None, kill=lambda: ended.append("kill"), wait=lambda: ended.append("wait"))
+
+    ended: list[str] = []
+    monkeypatch.setattr(launching.subprocess, "Popen", popen)
+    monkeypatch.setattr(launching, "gpu_sharing_environment", lambda ranks, gpus: {"SHARED": str(ranks)})
+    with launching.start_processes(2, leave, "how") as (folder, _):
+        call = pickle.loads((folder / "call").read_bytes())
+    assert call == (sys.argv, leave, ("how",)) and not folder.exists() and ended == ["kill", "wait"] * 2
+    for rank, (_, env, own_session) in enumerate(started):
+        assert own_session and env["SHARED"] == "2" and env["PYTHONPATH"].split(os.pathsep) == sys.path
+        assert [env[name] for name in LAUNCHERS[0]] == [str(rank), "2", str(rank), "2"]
+        assert (env["MASTER_ADDR"], env["TORCHELASTIC_USE_AGENT_STORE"]) == ("127.0.0.1", "True")
+    assert len({env["MASTER_PORT"] for _, env, _ in started}) == 1
 
 
 def test_a_rank_that_starts_after_its_command_has_ended_is_silent(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,46 @@ def test_a_lost_byte_is_counted_on_every_rank(monkeypatch: pytest.MonkeyPatch) -
     assert wrong == {"0->1": 3, "1->2": 0, "2->0": 0, "0<->1": 3, "1<->2": 3, "0<->2": 0, "all": 3}
 
 
+class Losing(LocalTransport):
+    """Transport that delivers nothing."""
+
+    def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
+        return DONE
+
+
+def test_a_transfer_that_delivers_nothing_has_only_wrong_bytes() -> None:
+    ends = measure.RankTransfers(Losing(single_rank(), CPU), transfer_patterns(1)[0], 1000, CPU)
+    assert [ends.count_wrong_bytes(turn) for turn in (0, 0, 1)] == [1000] * 3
+
+
+def test_the_slowest_rank_and_all_wrong_bytes_count() -> None:
+    gathered: list[Any] = []
+    transport: Any = SimpleNamespace(gather=lambda value: gathered.append(value) or [(0.25, 1), (0.5, 2), (None, 4)])
+    calls: list[Any] = []
+    ends: Any = SimpleNamespace(
+        is_participant=False, count_wrong_bytes=lambda turn: 10 + turn, run=lambda count: calls.append(("run", count)),
+        enqueue=lambda count: calls.append(count),
+    )  # fmt: skip
+    config = LinksConfig((), iters=4, warmup=3, checks=2)
+    assert measure._timed(transport, ends, config, CPU) == (0.5, 7) and calls == [("run", 3), 4]
+    assert gathered == [None, (None, 10 + 11)]
+    assert measure._timed(transport, ends, replace(config, checks=0, warmup=0), CPU) == (0.5, None)
+    assert calls[2:] == [("run", 1), 4]
+
+
+def test_a_transport_that_one_rank_cannot_open_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    opened = SimpleNamespace(close=lambda: closed.append(1))
+    monkeypatch.setattr(measure, "open_transports", lambda *_, **named: (opened,))
+    problems = ["", "no NIC"]
+    monkeypatch.setattr(measure, "open_control", lambda group: SimpleNamespace(gather=lambda own, what: problems))
+    group: Any = SimpleNamespace(size=lambda: 2)
+    assert measure.open_or_explain(group, "nccl", CPU, Limits()) == "rank 1: no NIC" and closed == [1]
+    problems[1] = ""
+    found: Any = measure.open_or_explain(group, "nccl", CPU, Limits())
+    assert found is opened and closed == [1]
+
+
 def test_a_transfer_takes_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "transfer_seconds", lambda enqueue, device, timer: 8e-3)
     config = LinksConfig(("local",), sizes=(8,), iters=4, checks=0)
@@ -114,9 +155,10 @@ def test_events_are_recorded_after_the_busy_kernel(monkeypatch: pytest.MonkeyPat
 
 
 def test_only_nccl_is_swept() -> None:
-    config = LinksConfig((), channels=(None, 4, 16), ctas=(None, 8))
+    config = LinksConfig((), channels=(None, 4, 8, 16), ctas=(None, 8))
     assert list(measure.transport_limits("nccl", config)) == [
-        Limits(), Limits(ctas=8), Limits(channels=4), Limits(channels=4, ctas=8), Limits(channels=16),
+        Limits(), Limits(ctas=8), Limits(channels=4), Limits(channels=4, ctas=8), Limits(channels=8),
+        Limits(channels=8, ctas=8), Limits(channels=16),
     ]  # fmt: skip
     for name in ("nccl_one_sided", "process_group", "local"):
         assert list(measure.transport_limits(name, config)) == [Limits()]
@@ -142,7 +184,7 @@ class Slow:
         self._ends = 0.0
 
     def compute(self) -> None:
-        self.now += 0.02
+        self.now += 0.02 if self._ends <= self.now else 0.03
 
     def mark(self) -> Fence:
         return DONE
@@ -166,7 +208,7 @@ def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) 
     config = LinksConfig((), sizes=(8,), beside="matmul")
     columns = measure.compute_columns(transport, transfer_patterns(1)[0], config, CPU)  # type: ignore[arg-type]
     assert columns["compute alone"] == pytest.approx(20)
-    assert columns["compute slowed"] == pytest.approx(1) and columns["transfer slowed"] == pytest.approx(1, rel=0.1)
+    assert columns["compute slowed"] == pytest.approx(1.5) and columns["transfer slowed"] == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +255,9 @@ def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("rows", "message"), [
-    ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes arrived wrong"),
+    ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}, {"transport": "nccl", "edge": "1->0", "#wrong": 0}],
+     "nccl, 0->1: 3 bytes arrived wrong"),
+    ([{"transport": "local", "edge": "all", "#wrong": 1}], "local, all: 1 bytes arrived wrong"),
     ([], "no transport can be opened"),
 ])  # fmt: skip
 def test_wrong_bytes_and_missing_transports_fail(

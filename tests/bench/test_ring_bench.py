@@ -34,6 +34,8 @@ from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.comm.group_cache import get_group_cache
 from ringattn.ring import Ring, ring_attention
 
+from ..support.rank_processes import group_results
+
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
@@ -45,78 +47,72 @@ def by_name(result: Result) -> dict[str, Any]:
     return {row["candidate"]: row for row in result.rows}
 
 
-@pytest.mark.nightly
-def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
-    flags = "--seqlen 256,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --layout zigzag,striped --batch 2"
-    by = "ringattn,baseline,all-gather,Ulysses,PyTorch"  # other libraries take long to import
-    ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--by", by, "--json", str(tmp_path / "r.json")])
-    assert ran.exit_code == 0, ran.output
-    result = read_result(tmp_path / "r.json")
-    assert not result.failed and result.provenance["versions"]
-    for tokens in (256, 512):
-        rows = by_name(Result("", {}, [row for row in result.rows if row["tokens"] == tokens]))
-        rings = [f"{OURS} {layout}" for layout in ("zigzag", "striped")]
-        assert {ONE_DEVICE, *rings, BASELINE, ALL_GATHER, ULYSSES} <= set(rows)
-        assert all(row["over tolerance"] == "" and row["error"] < 1e-4 for row in rows.values())
-        for part, names in (("exposed", (*rings, BASELINE, ALL_GATHER, ULYSSES)), ("compute", rings)):
-            ratios = [rows[name][part] / rows[name]["time"] for name in names if rows[name][part] is not None]
-            assert all(0 <= ratio <= 1 for ratio in ratios), part  # the part is missing if the machine was busy
-        kv, queries = 2 * 2 * 2 * 16 * 4, 2 * 4 * 16 * 4  # bytes per token of both batch rows
-        assert rows[ALL_GATHER]["sent"] * 1e6 == tokens // 2 * 2 * kv  # K/V sent, fp32 dK/dV returned
-        assert rows[ULYSSES]["sent"] * 1e6 == tokens // 2 * (4 * queries + 2 * kv) // 2
-        assert rows[rings[0]]["sent"] * 1e6 == tokens // 2 * 3 * kv  # the local dK/dV never leave
-        assert rows[BASELINE]["sent"] * 1e6 == tokens // 2 * 4 * kv
-        flops = 2 * 3.5 * 4 * 16 * 4 * tokens * (tokens + 1) / 2
-        for name, ranks in ((ONE_DEVICE, 1), (rings[0], 2)):
-            row = rows[name]
-            assert row["rate of a rank"] == pytest.approx(flops / (row["time"] / 1e3) / ranks / 1e12)
-            assert row["of ideal"] == pytest.approx(100 * rows[ONE_DEVICE]["time"] / 2 / row["time"])
-            assert row["throughput"] == pytest.approx(2 * tokens / (row["time"] / 1e3))
-    assert measure.ONE_RUN_NOTE in result.notes
-    assert f"not available: {CONTEXT_PARALLEL}: it needs a GPU, because it cannot shard" in ran.stdout
-    assert [note.split()[2] for note in result.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
-    assert result.notes[-1].startswith("best: ")
+P, HEADS, KV_HEADS, DIM, BATCH = 4, 8, 4, 16, 2
+DOCUMENTS = (0, 20, 20, 45, 64)
+PROBLEM = AttentionConfig(64, P, BATCH, HEADS, KV_HEADS, DIM)
+CONFIGS = (
+    RingConfig((PROBLEM, replace(PROBLEM, seqlen=128, causal=False)), ("zigzag",), 1, WAYS),
+    RingConfig((replace(PROBLEM, cu_seqlens=DOCUMENTS),), ("packed", "per-document"), 1, (OURS, ALL_GATHER, BASELINE)),
+    RingConfig((replace(PROBLEM, kv_heads=1),), ("zigzag",), 1, ("Ulysses 4",), bytes_per_second=1e6),
+)
 
 
-@pytest.mark.nightly
-def test_packed_documents_in_real_processes(tmp_path: Path) -> None:
-    """Compare that candidates mask documents, and that the packed layout sends less than a zigzag per document."""
-    flags = "--seqlen 512 --cu-seqlens 0,200,200,320,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1"
-    ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--json", str(tmp_path / "r.json")])
-    assert ran.exit_code == 0, ran.output
-    rows = by_name(read_result(tmp_path / "r.json"))
-    packed, zigzag = f"{OURS} packed", f"{OURS} per-document"
-    assert {*rows} >= {ONE_DEVICE, packed, zigzag, ALL_GATHER, ULYSSES, "Ulysses 2 x ring 1"}
-    assert all(row["over tolerance"] == "" and row["error"] < 1e-4 for row in rows.values())
-    assert rows[packed]["sent"] < rows[zigzag]["sent"]
-    pairs = sum(n * (n + 1) // 2 for n in (200, 120, 192))
-    assert rows[packed]["rate of a rank"] * rows[packed]["time"] == pytest.approx(3.5 * 4 * 16 * 4 * pairs / 2 / 1e9)
-    assert f"not available: {BASELINE}" in ran.stdout
+def measure_and_count_open_rings(rank: int) -> list[tuple[Result, int, int]]:
+    """Measure every configuration, and count the groups and rings that are still open after each."""
+    results = []
+    for config in CONFIGS:
+        result = measure_rings(LaunchedRank(rank, P, rank, P), CPU, config)
+        groups = dist.distributed_c10d._world.pg_map
+        rings = [value for group in groups for value in get_group_cache(group).values() if isinstance(value, Ring)]
+        results.append((result, len(groups), len(rings)))
+    return results
 
 
-def measure_and_count_open_rings(place: LaunchedRank, device: torch.device, config: RingConfig) -> Result:
-    """Measure, and note the number of groups and rings that are still open."""
-    result = measure_rings(place, device, config)
-    groups = dist.distributed_c10d._world.pg_map
-    rings = [value for group in groups for value in get_group_cache(group).values() if isinstance(value, Ring)]
-    return replace(result, notes=[f"{len(groups)} group, {len(rings)} rings"])
-
-
-@pytest.mark.nightly
-def test_meshes_are_closed_after_each_length() -> None:
-    # The links are slow, and both ranks share one key head.
-    problems = tuple(AttentionConfig(tokens, 2, heads=4, kv_heads=1, head_dim=16) for tokens in (64, 128))
-    result = run_process_group(
-        2, measure_and_count_open_rings, RingConfig(problems, ("zigzag",), 1, (ULYSSES,), bytes_per_second=1e6)
-    )
-    assert result.notes == ["1 group, 0 rings"] and not result.failed
-    rows = {row["tokens"]: row for row in result.rows if row["candidate"] == "Ulysses 2 x ring 1"}
-    for tokens, row in rows.items():
-        # Half of q, out, dout and dq; k and v for the other rank; dk and dv of the other rank's queries.
-        assert row["sent"] * 1e6 == tokens // 2 * (4 * 2 + 4 * 1) * 16 * 4
-        assert row["time"] > row["sent"] * 1e6 / 1e6 * 1e3
-        assert row["error"] < 1e-4
-    assert len(rows) == 2
+def test_all_candidates_agree_and_count_what_they_send() -> None:
+    ranks = group_results(P, measure_and_count_open_rings)
+    only_rank_0 = dict.fromkeys(("error", "over tolerance"))
+    for number, (result, groups, rings) in enumerate(ranks[0]):
+        assert not result.failed and (groups, rings) == (1, 0)
+        assert all(row["over tolerance"] == "" and 0 < row["error"] < 1e-5 for row in result.rows)
+        for other, _, _ in (rank[number] for rank in ranks):  # times and peaks are those of the slowest rank
+            assert [row | only_rank_0 for row in other.rows] == [row | only_rank_0 for row in result.rows]
+    plain, packed, mesh = (result for result, _, _ in ranks[0])
+    assert measure.ONE_RUN_NOTE in plain.notes and "over process_group, 1 threads each, medians of 1" in plain.notes[0]
+    kv, queries = 2 * BATCH * KV_HEADS * DIM * 4, BATCH * HEADS * DIM * 4  # bytes per token
+    for tokens in (64, 128):
+        rows, shard = by_name(Result("", {}, [row for row in plain.rows if row["tokens"] == tokens])), tokens // P
+        exchanged = 2 * queries + kv  # times the share that leaves the rank
+        assert {name: row["sent"] * 1e6 / shard for name, row in rows.items()} == pytest.approx({
+            ONE_DEVICE: 0,
+            f"{OURS} zigzag": 3 * (P - 1) * kv,  # the local dK/dV never leave
+            BASELINE: (2 * (P - 1) + P) * kv,
+            ALL_GATHER: 2 * (P - 1) * kv,  # K/V sent, fp32 dK/dV returned
+            ULYSSES: 2 * exchanged * (P - 1) / P,
+            "Ulysses 2 x ring 2": 2 * exchanged / 2 + 3 * kv,  # half of the heads of two shards
+            "Ulysses 4 x ring 1": 2 * exchanged * (P - 1) / P,
+        })  # fmt: skip
+        pairs = tokens * (tokens + 1) / 2 if tokens == 64 else tokens**2
+        for name, row in rows.items():
+            seconds, count = row["time"] / 1e3, 1 if name == ONE_DEVICE else P
+            assert row["rate of a rank"] == pytest.approx(
+                3.5 * 4 * DIM * HEADS * BATCH * pairs / seconds / count / 1e12
+            )
+            assert row["of ideal"] == pytest.approx(100 * rows[ONE_DEVICE]["time"] / P / row["time"])
+            assert row["throughput"] == pytest.approx(BATCH * tokens / seconds) and row["peak"] >= 0
+            for part in ("exposed", "compute"):  # the part is missing if the machine was busy
+                assert row[part] is None or 0 <= row[part] <= row["time"], (name, part)
+                assert row[part] is None or name != ONE_DEVICE or part == "exposed"
+    rows = by_name(packed)
+    assert {*rows} == {ONE_DEVICE, f"{OURS} packed", f"{OURS} per-document", ALL_GATHER}
+    assert f"not available: {BASELINE}: it is not set up for packed documents here" in packed.notes
+    assert 0 < rows[f"{OURS} packed"]["sent"] < rows[f"{OURS} per-document"]["sent"]
+    pairs = sum(n * (n + 1) // 2 for n in (20, 25, 19))
+    row = rows[f"{OURS} packed"]
+    assert row["rate of a rank"] * row["time"] == pytest.approx(3.5 * 4 * DIM * HEADS * BATCH * pairs / P / 1e9)
+    row = by_name(mesh)["Ulysses 4 x ring 1"]
+    # Three quarters of q, out, dout and dq; k and v for each other rank; dk and dv of each other rank's queries.
+    assert row["sent"] * 1e6 == 16 * 3 * (4 * queries // 4 + 4 * BATCH * DIM * 4)
+    assert "at 1.00 MB/s" in mesh.notes[0]
 
 
 @pytest.mark.parametrize("launched", [False, True])
