@@ -70,6 +70,10 @@ def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[st
             raise UnavailableError("no such library")
         yield MeasuredNumber("rate", 5.0, "GB/s")
 
+    drawn: list[float] = []
+    for _ in range(2):  # every run draws the same inputs
+        assert device_cases.main("x", lambda _: drawn.append(torch.rand(1).item()) or iter(()), CPU, str(file)) == 0
+    assert drawn[0] == drawn[1]
     assert device_cases.main("x", partial(case, missing=False), CPU, str(file)) == 0
     assert [row["number"] for row in read_result(file).rows] == ["error", "rate"] and read_result(
         file

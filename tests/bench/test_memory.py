@@ -304,7 +304,7 @@ def test_the_peak_is_at_least_that_of_the_forward(
 
 
 @pytest.mark.parametrize(("last", "code"), [(101, 0), (103, 1), (97, 1)])
-def test_memory_that_varies_fails(last: int, code: int, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_grows_fails(last: int, code: int, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(peak: int, forward: int = 10) -> dict[str, int]:
         return {"forward": forward * 10**6, "peak": peak * 10**6, "kept": 5 * 10**6}
 

@@ -255,3 +255,4 @@ def test_legends_are_outside_of_the_axes() -> None:
 
 def test_provenance_without_a_commit() -> None:
     assert plain_text({"version": "1", "commit": None, "modified": None}) == "version 1"
+    assert plain_text({"gpus": [0, {"links": 2.5}], "nics": None}) == "gpus 0, links 2.5"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +21,9 @@ from ringattn.bench.common.cases import UnavailableError
 from ringattn.bench.common.launching import run_process_group
 from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS, ONE_DEVICE, OURS, ULYSSES
 from ringattn.bench.common.ranks import LaunchedRank
-from ringattn.bench.common.result import Result, Row, read_result
+from ringattn.bench.common.result import Result, Row
 from ringattn.bench.ring import candidates, command, measure
 from ringattn.bench.ring.candidates import (
-    CONTEXT_PARALLEL,
     Candidate,
     CandidateSetting,
 )

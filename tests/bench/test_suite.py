@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.common.memory_table import ALL_CORES, BASELINE, ONE_DEVICE
 from ringattn.bench.common.provenance import provenance
+from ringattn.bench.common.ranks import LAUNCHERS
 from ringattn.bench.common.result import Result, Row, read_result
 from ringattn.bench.links.command import message_sizes
 from ringattn.bench.ring.candidates import select_makers
@@ -100,6 +101,7 @@ def leaves(failed: list[str] | None = None, notes: list[str] | None = None) -> s
 def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The part that hangs has a child in another session, which must end, too.
     monkeypatch.setattr(part_processes, "GRACE_SECONDS", 60.0)
+    (tmp_path / "silent.json").write_text(json.dumps(results()))  # of an earlier run
     child = CHILD.format(repr(HANGS)) + f"open({str(tmp_path / 'child')!r}, 'w').write(str(p.pid)); "
     result = run(
         [
@@ -112,7 +114,7 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
             part("absent", missing_reason="no GPU"),
             part("wrong", FILE, code=leaves(["a is 2"])),
             part("silent", FILE),
-            part("last", code="print('here')"),
+            part("last", code="import os, sys; print('here', os.getsid(0) == os.getpid(), sys.stdin.read() == '')"),
         ],
         tmp_path, budget=500.0,  # the part gets 3 seconds of it
     )  # fmt: skip
@@ -129,7 +131,31 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
         assert words in str(result[name]["found"]), name
     assert "Fatal Python error: Aborted" in (tmp_path / "logs" / "hangs.txt").read_text()  # with the stack of the hang
     assert not Path("/proc", (tmp_path / "child").read_text(), "exe").exists()
-    assert (tmp_path / "logs" / "last.txt").read_text() == "here\n"
+    assert (tmp_path / "logs" / "last.txt").read_text() == "here True True\n"  # Ctrl-C does not reach its session
+
+
+@pytest.mark.parametrize(("given", "words", "text", "outcome"), [
+    (9.0, (), "one\nlast line\n", ("failed", "it was killed after 9 s: last line")),
+    (8.9, (), "", ("out of time", "it was killed after 9 s")),
+    (99.0, (SECONDS,), "", ("out of time", "it was killed after 99 s")),  # its command chose how long it ran
+])  # fmt: skip
+def test_a_part_that_overran_its_time_has_failed(
+    given: float, words: tuple[str, ...], text: str, outcome: tuple[str, str]
+) -> None:
+    assert part_processes.timeout_outcome(part("x", *words, seconds=10.0), given, text) == outcome
+
+
+@pytest.mark.parametrize(("path", "expected"), [("", ["{parent}"]), ("/more", ["{parent}", "/more"])])
+def test_environment_of_a_part(path: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(part_processes, "PACKAGE", tmp_path / "ringattn")
+    cpu, cuda = (part_processes.part_environment(device) for device in ("cpu", "cuda"))
+    assert cpu["PYTHONPATH"].split(os.pathsep) == [place.format(parent=tmp_path) for place in expected]
+    assert (cpu["TRITON_INTERPRET"], cuda["TRITON_INTERPRET"], cpu["CUDA_VISIBLE_DEVICES"]) == ("1", "0", "")
+    assert cuda.get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert cpu["PYTHONFAULTHANDLER"] == cpu["PYTHONUNBUFFERED"] == "1" and cpu["HOME"] == os.environ["HOME"]
+    monkeypatch.setattr(part_processes, "PACKAGE", tmp_path / "clone")
+    assert part_processes.part_environment("cpu")["PYTHONPATH"] == path
 
 
 def test_the_next_call_ends_orphaned_parts(tmp_path: Path) -> None:
@@ -276,7 +302,10 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         rows = read_result(out / "results.json").rows
         return ran.exit_code, {row["part"]: row["state"] for row in rows}, ran.output
 
+    for name, value in (*zip(LAUNCHERS[0], "0101", strict=True), ("MASTER_ADDR", "here")):
+        monkeypatch.setenv(name, value)  # parts start ranks of their own
     code, states, text = call("--only", "first")
+    assert not {*LAUNCHERS[0], "MASTER_ADDR"} & {*os.environ}
     assert code == 0 and states == {"first": "done"} and (out / "report.html").exists()
     assert "1 parts take at most 25 s" in text and "--budget 480 is enough" in text
     (out / "report.html").unlink()

@@ -38,14 +38,14 @@ PROBLEM = AttentionConfig(seqlen=128, world=4, heads=2, kv_heads=2, head_dim=16)
 CPU = torch.device("cpu")
 EVENTS = (
     Event(0, "compute", "forward", 0, 0.0, 1e-3, "own keys"),
-    Event(0, "wait", "forward", 1, 1e-3, 2e-3),
+    Event(0, "wait", "forward", 1, 1e-3, 1.5e-3),
     Event(0, "compute", "backward", 1, 2e-3, 4e-3),
     Event(1, "compute", "forward", 0, 0.0, 4e-3),
     Event(1, "send", "forward", 0, 0.0, 3e-3, "K/V of 1", 1 << 20),
     Event(1, "slot 1", "forward", 1, 0.25e-3, 1.5e-3, "K/V of 0"),
 )
 TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"command": "ringattn"}, "clock_error": 2e-6})
-"""Rank 0 computes for 3 of 4 ms and waits for 1 ms; rank 1 computes for all 4 ms."""
+"""Rank 0 computes for 3 of 4 ms and waits for 0.5 ms; rank 1 computes for all 4 ms."""
 
 
 def test_a_written_trace_reads_back_unchanged() -> None:
@@ -75,11 +75,25 @@ def test_files_without_a_timeline_are_refused(change: dict[str, Any], message: s
 def test_rows_of_a_timeline() -> None:
     result = timeline_bench.timeline_result(TWO_RANKS)
     assert result.rows == [
-        {"rank": 0, "compute": pytest.approx(3), "wait": pytest.approx(1), "send": 0, "receive": 0, "computing": 75},
+        {"rank": 0, "compute": pytest.approx(3), "wait": pytest.approx(0.5), "send": 0, "receive": 0, "computing": 75},
         {"rank": 1, "compute": 4, "wait": 0, "send": 3, "receive": 0, "computing": 100},
     ]
     assert result.notes == ["two ranks", "clocks of the ranks agree within 2.0e-06 s", "ranks compute 87.5% of 4 ms"]
     assert result.provenance == {"command": "ringattn"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_command_writes_trace_picture_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+    monkeypatch.setattr(record, "run_timeline", lambda *given: recorded.append(given) or TWO_RANKS)
+    trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.svg", "rows.json"))
+    words = ["--repeats", "3", "--device", "cpu", "--trace", str(trace), "--out", str(picture), "--json", str(target)]
+    ran = CliRunner().invoke(timeline_bench.app, words)
+    assert ran.exit_code == 0 and "ranks compute 87.5%" in ran.output, ran.output
+    assert from_chrome(json.loads(trace.read_text())) == TWO_RANKS and "<svg" in picture.read_text()
+    assert read_result(target).notes[0] == "two ranks"
+    ((place, problem, repeats),) = recorded
+    assert (place, problem.world, problem.seqlen, repeats) == (None, 2, 8192, 3)
 
 
 def test_clocks_of_other_machines_are_aligned_with_rank_0() -> None:
@@ -229,7 +243,9 @@ def test_the_run_of_median_length_is_kept_after_a_warm_up(monkeypatch: pytest.Mo
         return SimpleNamespace(seconds=next(lengths))
 
     monkeypatch.setattr(record, "gather_timeline", gather)
+    monkeypatch.setattr(record, "_align_start", lambda ring: steps.append("together"))
     alone = replace(PROBLEM, world=1)
     kept = record.virtual_timeline(alone, CPU, 3)
-    assert kept is not None and kept.seconds == 2.0 and len(steps) == 1 + 3
+    assert kept is not None and kept.seconds == 2.0
+    assert [step == "together" for step in steps] == [False, *[True, False] * 3]
     assert gathered == [(f"{alone.title}, CPU", alone.seqlen, True)] * 3
