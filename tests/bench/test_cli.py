@@ -144,7 +144,7 @@ def test_options_and_help_reach_the_command(demo: list[object]) -> None:
 ])  # fmt: skip
 def test_exit_codes_and_messages(arguments: list[str], code: int, line: str, alone: None, demo: list[object]) -> None:
     result = CliRunner().invoke(cli.app, ["demo", *arguments], prog_name="ringattn")
-    assert result.exit_code == code and result.output.startswith(line), result.output
+    assert result.exit_code == code and result.stderr.startswith(line) and not result.stdout, result.output
     assert len(result.output.splitlines()) == (1 if line else 0) and "Input" not in result.output
 
 

@@ -73,6 +73,7 @@ def test_gpu_timers_flush_and_enqueue_in_order(monkeypatch: pytest.MonkeyPatch) 
     with clocks["graph"].capture_stream():
         step = clocks["graph"].prepare_step(lambda: cuda.calls.append("step"))
     assert cuda.calls == ["stream of priority 0", "step", "synchronize", "capture", "step"]
+    assert cuda.captured is not None and cuda.captured is clocks["graph"]._capturing
     for name, run, calls in (
         ("", lambda: cuda.calls.append("step"), ["synchronize", "sleep", "flush", "step"]),
         ("graph", step, ["synchronize", "sleep", "flush", "replay"]),

@@ -274,4 +274,13 @@ def test_a_difference_in_a_late_step_fails() -> None:
 
     exact, whole, ring = run(1.0, 1.0), run(1.001, 1.001), run(1.001, 1.01)
     exact.run.losses.pop(1)
-    assert [line[:11] for line in agreement_result(TINY, ring, whole, exact).failed] == ["w at step 3"]
+    result = agreement_result(TINY, ring, whole, exact)
+    assert [line[:11] for line in result.failed] == ["w at step 3"]
+    losses = [row for row in result.rows if row["name"] == "loss"]
+    assert [row["pytorch error"] for row in losses] == [0.0, None, 0.0]
+    # rounding of the log-sum-exp of 256 logits, of which the largest is 1
+    allowed = torch.finfo(torch.float32).eps * (1 + math.log(256))
+    assert [row["allowed"] for row in losses] == [pytest.approx(allowed)] * 3
+    whole.run.losses[0] += 0.25
+    limits = [row["allowed"] for row in agreement_result(TINY, ring, whole, exact).rows if row["name"] == "loss"]
+    assert limits == [pytest.approx(2 * 0.25 + allowed)] * 3

@@ -87,11 +87,12 @@ def test_launch_errors_and_ceilings_of_a_device(monkeypatch: pytest.MonkeyPatch)
     rows = list(device_cases.launch_case(CPU, dtype="float32", seqlen=40, head_dim=16))
     assert [number.name for number in rows if number.limit] == ["difference from float64"] * 2
     assert not any(number.fails for number in rows)
+    assert [number.labels["mask"] for number in rows] == ["full", "full", "causal", "causal"]
     times = {"product": Samples((2e-3,) * 3), "copy": Samples((4e-6,) * 3)}
     monkeypatch.setattr(device_cases, "time_in_turns", lambda steps, clock, **_: {name: times[name] for name in steps})
     product, copy = device_cases.ceilings_case(CPU, side=64, dtype="float32", nbytes=4096)
     assert (copy.unit, copy.labels["bytes"], copy.value) == ("GB/s", 4096, pytest.approx(2 * 4096 / 4e3))
-    assert product.value == pytest.approx(2 * 64**3 / 2e9)
+    assert product.value == pytest.approx(2 * 64**3 / 2e9) and product.spread == copy.spread == 0.0
     monkeypatch.setattr(memory, "free_memory", lambda device: 8000)
     product, copy = device_cases.ceilings_case(CPU, side=64, dtype="float32", nbytes=4096)
     assert (product.unit, copy.labels["bytes"]) == ("TFLOP/s", 2000)  # a read and a write of a quarter of free memory
@@ -103,6 +104,7 @@ def test_virtual_ranks_are_compared_with_one_rank() -> None:
     assert first.name == "difference from one rank" and not first.fails
     for ring, alone, ratio in (times[:3], times[3:]):
         assert (ring.labels["by"], alone.labels["by"]) == ("ring", "one rank") and ring.value and alone.value
+        assert min(ring.spread, alone.spread) >= 0  # type: ignore[type-var]
         assert ratio.value == pytest.approx(ring.value / alone.value) and ratio.limit is None
 
 
@@ -122,7 +124,7 @@ def test_wrong_or_unwritten_fp8_codes_are_counted(monkeypatch: pytest.MonkeyPatc
 
     assert not any(wrong().values())
     x = device_cases.fp8_inputs((1, 130, 2, 8), torch.float16)
-    assert x.isnan().any() and x.isinf().any() and (x == 0).any()
+    assert x.isnan().any() and x.isinf().any() and 0 < (x == 0).float().mean() < 0.5
     assert not x.is_contiguous() and x.stride(-1) == 1
     monkeypatch.setattr(device_cases, "quantize", off)
     assert wrong()["wrong codes"] == 4  # one per dtype and shape

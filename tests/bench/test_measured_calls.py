@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from ringattn import Layout
 from ringattn.bench import cli
-from ringattn.bench.common import flags, launching
+from ringattn.bench.common import flags, launching, memory
 from ringattn.bench.common.attention import AttentionConfig, random_boundaries
 from ringattn.bench.common.flags import PatternFlag
 from ringattn.bench.common.memory_table import RingForm
 from ringattn.bench.common.result import Result
 from ringattn.bench.host import hop_posting
-from ringattn.bench.kernels import speed
+from ringattn.bench.kernels import contenders, speed
 from ringattn.bench.links.measure import LinksConfig
 from ringattn.bench.overlap.measure import OverlapConfig
 from ringattn.bench.predict import command as predict
@@ -47,7 +47,20 @@ def invoke(words: str) -> Any:
     return CliRunner().invoke(cli.app, shlex.split(words), env={"COLUMNS": "300"})
 
 
+DEFAULT = AttentionConfig(16384, 2, threads=8)
+
+
 @pytest.mark.parametrize(("words", "world", "expected"), [
+    ("bench ring", 2, (RingConfig((DEFAULT,), ("zigzag",), 5, (), "clock"),)),
+    ("bench overlap --world 4", 4, (OverlapConfig(
+        replace(DEFAULT, seqlen=8192, world=4, threads=4, transport="process_group"),
+        tuple((*pair, n) for n in (1, 2) for pair in ((2, 0), (2, 1), (3, 0), (3, 1), (3, 2))), 5, 0.8, "clock"),)),
+    ("bench timeline", 2, (replace(DEFAULT, seqlen=8192), 5)),
+    ("bench links --transport process_group", 2, (LinksConfig(
+        ("process_group",), "cpu", (32 << 20,), 20, 5, 1, "clock", (None, 1, 2, 4, 8, 16, 32), beside="matmul",
+        must_open=True),)),
+    ("bench memory", 8, ([AttentionConfig(8192 * n, n) for n in (2, 4, 8)], RingForm(), 1, 1)),
+    ("demo", 2, (Job(seqlen=8192, steps=10),)),
     (f"bench ring --world 2 --seqlen 96 {SHAPE} --dtype bf16 --full --layout striped,zigzag --by ringattn,one --seed 9 "
      "--transport process_group --bytes-per-second 1m --repeats 4 --timer clock",
      2, (RingConfig((STRIPED,), ("striped", "zigzag"), 4, ("ringattn", "one"), "clock", 1 << 20),)),
@@ -81,9 +94,13 @@ def test_flags_reach_the_ranks(words: str, world: int, expected: Any, monkeypatc
 
     monkeypatch.setattr(launching, "launch_processes", launch)
     monkeypatch.setattr(flags, "cores", lambda: 16)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1 << 40)
     ran = invoke(words)
     assert ran.exit_code == 3, ran.output
     assert started == [(world, "cpu", expected)]
+
+
+SHAPES = AttentionConfig(96, 1, 2, 6, 2, layout="contiguous", seed=9, head_dim_v=40)
 
 
 @pytest.mark.parametrize(("words", "masks"), [
@@ -92,8 +109,9 @@ def test_flags_reach_the_ranks(words: str, world: int, expected: Any, monkeypatc
     ("--cu-seqlens 0,7,96", {"cu_seqlens": (0, 7, 96)}),
     ("--block-mask strided,block=32,stride=64",
      {"block_mask": PatternFlag("strided", {"block": 32, "stride": 64})}),
+    ("", None),
 ])  # fmt: skip
-def test_flags_reach_the_kernels(words: str, masks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_reach_the_kernels(words: str, masks: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[Any] = []
 
     def measure(config: AttentionConfig, clock: Any, *, seconds: float, prefixes: list[str]) -> Result:
@@ -101,15 +119,29 @@ def test_flags_reach_the_kernels(words: str, masks: dict[str, Any], monkeypatch:
         return Result("bench kernels", {})
 
     monkeypatch.setattr(speed, "measure_kernels", measure)
-    shape = "--batch 2 --heads 6 --kv-heads 2 --head-dim 24,32 --value-dim 40 --seed 9 --dtype bf16,fp32 --seconds 0.5"
-    ran = invoke(f"bench kernels --seqlen 96 --by 'math, ringattn' {shape} {words}")
+    monkeypatch.setattr(contenders, "other_backends", lambda device: [])  # other tests register some
+    if masks is None:
+        one = AttentionConfig(1024, heads=4, kv_heads=4, layout="contiguous")
+        problems = [replace(one, head_dim=dim, head_dim_v=dim, seqlen=n) for dim in (64, 128) for n in (1024, 2048)]
+        expected: list[Any] = [(config, "clock", 3.0, ["ringattn", "ATen operator", "math"]) for config in problems]
+    else:
+        words += " --seqlen 96 --batch 2 --heads 6 --kv-heads 2 --head-dim 24,32 --value-dim 40 --seed 9"
+        words += " --dtype bf16,fp32 --seconds 0.5 --by 'math, ringattn'"
+        kinds = [(kind, dim) for kind in ("bfloat16", "float32") for dim in (24, 32)]
+        problems = [replace(SHAPES, dtype=kind, head_dim=dim, **masks) for kind, dim in kinds]
+        expected = [(config, "clock", 0.5, ["math", "ringattn"]) for config in problems]
+    ran = invoke(f"bench kernels {words}")
     assert ran.exit_code == 0, ran.output
-    one = AttentionConfig(96, 1, 2, 6, 2, layout="contiguous", seed=9, head_dim_v=40, **masks)
-    problems = [replace(one, dtype=kind, head_dim=dim) for kind in ("bfloat16", "float32") for dim in (24, 32)]
-    assert configs == [(config, "clock", 0.5, ["math", "ringattn"]) for config in problems]
+    assert configs == expected
 
 
-def test_flags_reach_the_hops(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("words", "chunks", "tokens", "shape"), [
+    (f"--tokens 12 {SHAPE} --dtype fp32 --chunks 2", 2, 12, SIZES),
+    ("", 1, 4096, {"heads": 32, "kv_heads": 32, "head_dim": 128, "dtype": "bfloat16"}),
+])  # fmt: skip
+def test_flags_reach_the_hops(
+    words: str, chunks: int, tokens: int, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Any] = []
 
     def passes(problem: AttentionConfig, ring: object, device: torch.device) -> None:
@@ -118,10 +150,10 @@ def test_flags_reach_the_hops(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hop_posting, "ring_of_one", lambda device, chunks: nullcontext((device, chunks)))
     monkeypatch.setattr(hop_posting, "rank_passes", passes)
-    ran = invoke(f"bench host --tokens 12 {SHAPE} --dtype fp32 --chunks 2")
+    ran = invoke(f"bench host {words}")
     assert ran.exit_code == 3, ran.output
-    cpu, problem = torch.device("cpu"), AttentionConfig(8 * 12, 8, causal=False, layout="contiguous", **SIZES)
-    assert made == [(problem, (cpu, 2), cpu)]
+    cpu, problem = torch.device("cpu"), AttentionConfig(8 * tokens, 8, causal=False, layout="contiguous", **shape)
+    assert made == [(problem, (cpu, chunks), cpu)]
 
 
 CALL = PredictedCall(96, 4, "striped", Mask(), 6, 2, 24, 3, "float16", 2, slots=4, chunks=2,
@@ -136,6 +168,7 @@ NODES = "--world 4 --nodes 2"
         CALL, mask=Mask(True, (8, 0), prefix=5), chunks=1, slots=3, wire_dtype=None, grad_wire_dtype=None)),
     (f"--seqlen 384 --gpus 4 {SHAPE} --documents 100 --documents-seed 3",
      PredictedCall(96, 4, "zigzag", Mask(True, documents=Documents(random_boundaries(384, 100, 3))), **SIZES)),
+    ("", PredictedCall(8192, 8, heads=32, kv_heads=32)),
     ("--layout {folder}/own.json", PredictedCall(8, 2, Layout([[(0, 4), (12, 4)], [(4, 8)]]), heads=32, kv_heads=32)),
 ])  # fmt: skip
 def test_flags_reach_the_prediction(

@@ -196,6 +196,34 @@ def test_memory_counts_all_rings_of_overlap_and_tune() -> None:
     assert long - short == pytest.approx(1309.1e6, rel=0.01)
 
 
+def test_memory_of_judged_kernels_by_hand() -> None:
+    config = AttentionConfig(64, batch=2, heads=8, kv_heads=2, head_dim=16, head_dim_v=24, dtype="bfloat16")
+    tokens, dims = 2 * 64, 16 + 24
+    results = tokens * (8 + 2) * dims  # elements of out, dq, dk and dv, and of their gradients or inputs
+    scores = 2 * 8 * 64 * 64  # of one block, because all of them fit
+    judged = 8 * results + max(8 * results + 5 * 8 * scores, 2 * 2 * results)
+    assert memory_table.judged_bytes(config) == judged
+    # Two contenders of ours keep out in two dtypes, lse and two more rows; others keep copies of their inputs.
+    out, row, inputs = tokens * 8 * 24, tokens * 8 * 4, 2 * results
+    kept = 2 * (out * (2 + 4) + 3 * row) + 3 * (inputs + out * 2 + row)
+    running, product = inputs + tokens * 8 * 16 * 4, 3 * 32 * 32 * 4
+    assert memory_table.kernels_bytes(config, 64, 2, 3, 32) == inputs + kept + running + judged + product
+    on_gpu = replace(config, device="cuda")
+    assert memory_table.kernels_bytes(on_gpu, 64, 2, 3, 32) == inputs + kept + running + judged + product + (256 << 20)
+    islands = replace(config, block_mask=PatternFlag("longformer", {"window": 8, "global": 4}))
+    more = memory_table.kernels_bytes(islands, 64, 2, 0, 32) - memory_table.kernels_bytes(islands, 64, 0, 0, 32)
+    assert more == 2 * (out * (2 + 4) + 3 * row) + 2 * tokens * 2 * dims * 4  # dK and dV between the mask's parts
+    # Long problems judge the first and the last key head, in blocks. PyTorch then needs a mask of all pairs.
+    long = replace(config, seqlen=1 << 13, kv_heads=4, window=(9, 0))
+    results, scores = 2 * (1 << 13) * (4 + 2) * dims, max(256 << 20, 2 * 4 * (1 << 13) * 8)
+    plain = 2 * 2 * results + (1 << 26) * (2 + 5) + 2 * (1 << 13) * 4 * dims * 2
+    assert memory_table.judged_bytes(long) == 8 * results + max(8 * results + 5 * scores, plain)
+    padded = replace(long, window=(-1, -1), seqused_k=(9, 99), seqlen=1 << 14)
+    results, n = 2 * (1 << 14) * (4 + 2) * dims, 1 << 14
+    plain = 2 * 2 * results + 2 * n * n * (2 + 5) + 2 * n * 4 * dims * 2  # a mask for each row of the batch
+    assert memory_table.judged_bytes(padded) == 8 * results + plain
+
+
 @pytest.mark.nightly
 def test_kernels_take_no_more_than_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     # A mask in parts takes the most memory.

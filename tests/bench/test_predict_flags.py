@@ -53,10 +53,13 @@ def test_packed_documents_are_faster_than_contiguous_shards() -> None:
 
 REFUSED = {
     "--tflops nan": "--tflops is nan: it must be",
+    "--tflops 300 --backward-tflops nan": "--backward-tflops is nan: it must be",
     "--backward-tflops 300": "--backward-tflops has no effect without --tflops",
     "--jitter nan": "jitter is nan: it must be between 0 and 1, where 0.05 is 5%",
     "--jitter 0.1 --gpus 256": "slow and jitter support rings of at most 128 GPUs, not 256",
     "--slow 3": "'3' is not RANK=FACTOR",
+    "--slow 3=0.5": "slow is 3=0.5: the factor must be between 1 and 1,000",
+    "--slow 3=1001": "slow is 3=1001: the factor must be between 1 and 1,000",
     "--slow 9=2": "slow has rank 9: the rank must be between 0 and 7",
     "--slow 8=2": "slow has rank 8: the rank must be between 0 and 7",
     "--gpu abacus": "it must be one of h100",
@@ -137,6 +140,7 @@ def test_text_of_a_large_ring_fits_a_terminal() -> None:
 def test_columns_depend_on_the_flags() -> None:
     both, alone, jitter = own(*TWO), own(*TWO, "--pass", "forward"), own("--jitter", "0.1", *TWO)
     assert alone["fwd"] == both["fwd"] and "bwd" not in alone and alone["exposed"] < both["exposed"]
+    assert alone["TFLOP/s"] * alone["fwd"] == pytest.approx(both["TFLOP/s"] * (both["fwd"] + both["bwd"]) / 3.5)
     assert 0 < jitter["spread"] < jitter["fwd"] + jitter["bwd"] and "spread" not in both
 
 
@@ -366,6 +370,9 @@ def test_links_of_presets_numbers_and_files(tmp_path: Path) -> None:
     ]  # fmt: skip
     link = parse_link(str(result_file(tmp_path, LINK_ROWS + others)))
     assert (link.rate, link.latency) == (pytest.approx(2e9), pytest.approx(1e-3))
+    convex = [transfer(1 << 20, 1e2), transfer(1 << 21, 3e2)]  # a latency is not negative
+    link = parse_link(str(result_file(tmp_path, convex)))
+    assert link.latency == 0.0 and link.rate > 0
     one_way = [transfer(1 << 20, 1e3, way="one way")]
     assert parse_link(str(result_file(tmp_path, one_way))).rate == pytest.approx((1 << 20) / 1e-3)
 

@@ -86,11 +86,11 @@ def test_rows_of_a_timeline() -> None:
 def test_the_command_writes_trace_picture_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[Any] = []
     monkeypatch.setattr(record, "run_timeline", lambda *given: recorded.append(given) or TWO_RANKS)
-    trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.svg", "rows.json"))
+    trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.png", "rows.json"))
     words = ["--repeats", "3", "--device", "cpu", "--trace", str(trace), "--out", str(picture), "--json", str(target)]
     ran = CliRunner().invoke(timeline_bench.app, words)
     assert ran.exit_code == 0 and "ranks compute 87.5%" in ran.output, ran.output
-    assert from_chrome(json.loads(trace.read_text())) == TWO_RANKS and "<svg" in picture.read_text()
+    assert from_chrome(json.loads(trace.read_text())) == TWO_RANKS and picture.read_bytes()[:4] == b"\x89PNG"
     assert read_result(target).notes[0] == "two ranks"
     ((place, problem, repeats),) = recorded
     assert (place, problem.world, problem.seqlen, repeats) == (None, 2, 8192, 3)
