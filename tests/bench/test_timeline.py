@@ -164,22 +164,6 @@ def test_a_timeline_of_virtual_ranks() -> None:
     assert sent == received and len(sent) == 4 * (3 + 3 + 3)  # K/V of the forward, K/V of the backward, partial dK/dV
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("alone")
-def test_timeline_of_real_processes(tmp_path: Path) -> None:
-    trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.png", "rows.json"))
-    shape = ["--world", "2", "--seqlen", "64", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--device", "cpu"]
-    files = ["--trace", str(trace), "--out", str(picture), "--json", str(target)]
-    ran = CliRunner().invoke(timeline_bench.app, [*shape, *files])
-    assert ran.exit_code == 0, ran.output
-    measured = from_chrome(json.loads(trace.read_text()))
-    assert measured.world == 2 and {event.lane for event in measured.events} >= {*LANES}
-    assert measured.about["provenance"]["command"]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "clocks of the ranks agree" in ran.output
-    assert [row["rank"] for row in read_result(target).rows] == [0, 1]
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("flags", "where"), [(["--device", "cpu"], "cpu"), ([], "cuda:1")])
 def test_device_under_a_launcher(flags: list[str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
