@@ -183,6 +183,8 @@ def test_help_imports_nothing_heavy() -> None:
     commands = [["-h"], ["bench", "--help"], *([*name.split(), "-h"] for name in cli.COMMANDS)]
     result = python(f"""
 import sys
+import ringattn
+assert {{*ringattn.__all__}} <= {{*dir(ringattn)}}
 from ringattn.bench import cli
 for arguments in {commands!r}:
     try:

@@ -20,7 +20,15 @@ import torch
 from ringattn import reference
 from ringattn.bench.common import errors, timing
 from ringattn.bench.common import provenance as origin
-from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, random_boundaries
+from ringattn.bench.common.attention import (
+    BACKWARD_FLOPS,
+    AttentionConfig,
+    forward_flops,
+    mask_data,
+    mask_label,
+    random_boundaries,
+)
+from ringattn.bench.common.flags import PatternFlag
 from ringattn.bench.common.provenance import provenance, typed_command
 from ringattn.bench.common.timing import Samples, StepTimer, repeats_within, time_in_turns
 
@@ -105,11 +113,28 @@ def test_inputs_and_their_flops() -> None:
     assert forward_flops(7, heads=3, head_dim=4, batch=2) == 2 * 7 * (4 + 4) * 3 * 2 and BACKWARD_FLOPS == 2.5
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (5, 0)}])
-def test_exact_results_match_the_reference(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fields", "label", "data"), [
+    ({"causal": False}, "full", {"causal": False}),
+    ({"cu_seqlens": (0, 9, 64), "prefix_length": 5, "islands": ((4, 8), (20, 30))},
+     "causal, 2 documents, prefix 5, 2 islands",
+     {"causal": True, "cu_seqlens": (0, 9, 64), "prefix_length": 5, "islands": ((4, 8), (20, 30))}),
+    ({"batch": 2, "seqused_k": (9, 64), "window": (7, 0)}, "causal, window (7, 0), keys used (9, 64)",
+     {"causal": True, "window_size": (7, 0), "seqused_k": (9, 64)}),
+    ({"causal": False, "block_mask": PatternFlag("longformer", {"window": 8, "global": 5})},
+     "window (4, 4), 5 global tokens", {"causal": False, "window_size": (4, 4), "global_tokens": ((0, 5),)}),
+    ({"block_mask": PatternFlag("strided", {"block": 16, "stride": 32})}, "causal, 56.2% of blocks of 16",
+     {"causal": True, "block_mask": {"block": 16, "blocks": (4, 4), "seen": 9}}),
+])  # fmt: skip
+def test_every_mask_is_named_and_recorded(fields: dict[str, Any], label: str, data: dict[str, Any]) -> None:
+    mask = AttentionConfig(64, layout="contiguous", **fields).mask
+    assert (mask_label(mask), mask_data(mask)) == (label, data)
+
+
+@pytest.mark.parametrize(("options", "dim_v"), [({"causal": True}, 6), ({"causal": True, "window_size": (5, 0)}, 8)])
+def test_exact_results_match_the_reference(options: Any, dim_v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "BLOCK_BYTES", 8 * 24 * 2 * 7)  # 7 rows per block
-    q, dout = torch.randn(1, 24, 4, 8), torch.randn(1, 24, 4, 8)
-    k, v, dlse = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, 8), torch.randn(1, 4, 24)
+    q, dout = torch.randn(1, 24, 4, 8), torch.randn(1, 24, 4, dim_v)
+    k, v, dlse = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, dim_v), torch.randn(1, 4, 24)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     results = reference.attention(*leaves, **options)
     grads = torch.autograd.grad(results, leaves, (dout.double(), dlse.double()))

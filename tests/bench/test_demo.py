@@ -185,6 +185,15 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         command.resolve_ranks(8, 2, None)
 
 
+@pytest.mark.parametrize(("device", "gpu"), [("cpu", False), ("cuda", True)])
+def test_memory_of_a_job_by_hand(device: str, gpu: bool) -> None:
+    job, tokens = replace(TINY, batch=3, layers=2), 3 * 100
+    elements = tokens * (2 * (15 * 32 + 4 * 16) + 6 * 32 + 4 * 256)  # of activations
+    needs = command.demo_needs(job, 100, ranks=4, device=torch.device(device))
+    assert needs.host == 4 * ((400 << 20) + 24 * tokens) + 8 * elements
+    assert needs.gpu == (4 * elements if gpu else 0)
+
+
 def test_speed_and_memory_of_a_run() -> None:
     run = TrainingRun(Run({}, [9.0, 0.25, 1.0, 0.5]), {}, [3000, 1000, 2000], "2 ranks")
     told = compare.speed_and_memory("sharded", replace(TINY, batch=2), run)

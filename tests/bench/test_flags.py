@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +73,18 @@ def test_default_key_heads_and_timers() -> None:
     assert flags.resolve_kv_heads(8, None) == 8 and flags.resolve_kv_heads(8, 2) == 2
     assert [flags.resolve_timer(kind, "", flags.RING_TIMERS) for kind in ("cpu", "cuda")] == ["clock", "events"]
     flags.check_transport_flag("process_group", "cpu", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_cuda", "device"),
+    [(None, True, "cuda:3"), ("cuda", True, "cuda:3"), ("cpu", True, "cpu"), (None, False, "cpu")],
+)
+def test_the_device_is_the_current_gpu(
+    name: str | None, has_cuda: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert str(flags.resolve_device(name)) == device
 
 
 def test_constants_of_flags_match_the_code() -> None:

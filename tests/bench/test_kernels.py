@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -130,6 +131,34 @@ def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) 
     contender._check_square(inputs, 2, "scores")
     with pytest.raises(UnavailableError, match="its scores would take"):
         contender._check_square(random_inputs(config(32, batch=2)), 2, "scores")
+
+
+@pytest.mark.parametrize("case", [MASKS[0], MASKS[1], MASKS[4], config(heads=2)], ids=named)
+def test_flex_attention_gets_the_mask(case: AttentionConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(ContenderInputs):
+        device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+    made: list[Any] = []
+    made_masks: list[Any] = []
+
+    def compiled(function: object, *, dynamic: bool) -> Any:
+        return lambda q, k, v, **named: made.append((function, dynamic, named)) or attend(q, k, v, enable_gqa=True)
+
+    flex: Any = SimpleNamespace(
+        flex_attention="flex",
+        create_block_mask=lambda mod, *sizes, device: made_masks.append((sizes, device)) or "mask",
+    )
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", flex)
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(contender, "flex_mask_mod", lambda *_: None)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    ready = contender.flex_contender(OnGpu(case, *case.random_shard(0, CPU)))
+    assert {*ready.steps} == {FORWARD, "backward"} and len(ready.results) == 4
+    options = {"enable_gqa": case.heads != case.kv_heads}
+    masked = case.causal or not case.is_plain
+    assert made == [("flex", False, options | ({"block_mask": "mask"} if masked else {}))]
+    rows = None if case.seqused_k is None else case.batch
+    assert made_masks == ([((rows, None, 64, 64), "cuda")] if masked else [])
 
 
 @pytest.mark.usefixtures("quick")

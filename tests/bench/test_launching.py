@@ -64,7 +64,7 @@ def test_ranks_of_a_machine_share_cores(alone: None, monkeypatch: pytest.MonkeyP
     assert flags.rank_threads(8) == 2
     for name, value in zip(LAUNCHERS[0], ("5", "8", "1", "4"), strict=True):
         monkeypatch.setenv(name, value)
-    assert flags.rank_threads(8) == 4
+    assert flags.rank_threads(8) == 4 and flags.rank_threads(2) == 8  # a ring of the first two ranks
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,9 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
     names: tuple[str, ...], address: str | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable
-        monkeypatch.delenv(name)
+        monkeypatch.setenv(name, "eth1")  # so that monkeypatch restores the variable
+        if address is None or name.startswith("GLOO"):
+            monkeypatch.delenv(name)
     for name, value in zip(names, ("0", "1", "0", "1"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
@@ -126,8 +127,50 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
             opened = Counter(listening()) - Counter(before)
         assert not dist.is_initialized()
     process_group._store.cache_clear()
-    assert opened and {*opened} == {"0100007F"} and {*used.values()} == {"lo"}
+    assert opened and {*opened} == {"0100007F"}
+    assert [*used.values()] == ["lo", "lo" if address is None else "eth1"]  # the user's choice stays
     assert len({*prefixes}) == 2  # a group reads no keys of an earlier one
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:1", "cpu:gloo,cuda:nccl")])
+def test_a_group_on_a_gpu_has_two_backends(
+    device: str, backend: str, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
+    monkeypatch.setattr(process_group, "_store", lambda place: dist.HashStore())
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((*given, named)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    place = LaunchedRank(3, 4, 1, 2)  # of two machines, whose interfaces PyTorch chooses
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="within"), process_group.process_group(place, torch.device(device)):
+        assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & {*os.environ}
+        raise ValueError("within")
+    assert device == "cpu" or calls.pop(0) == device
+    (given, named), ended = calls
+    assert given == backend and ended == "destroyed"
+    assert (named["rank"], named["world_size"], named["timeout"]) == (3, 4, process_group.TIMEOUT)
+
+
+@pytest.mark.parametrize(("torchrun", "gpus", "local_rank", "device"), [
+    (False, 0, 5, "cpu"), (False, 1, 5, "cuda:0"), (True, 4, 3, "cuda:3"), (True, 1, 1, None), (False, 4, 4, None),
+])  # fmt: skip
+def test_every_rank_has_a_gpu_of_its_own(
+    torchrun: bool, gpus: int, local_rank: int, device: str | None, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # srun may show a rank only its own GPU.
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    place = LaunchedRank(local_rank + 8, 16, local_rank, 8)
+    if device is None:
+        with pytest.raises(ValueError, match=f"rank {local_rank + 8} has no GPU: start at most {gpus} ranks"):
+            _ = place.device
+    else:
+        assert str(place.device) == device
+    assert str(place.shared_device("cuda" if gpus else "cpu")) == (f"cuda:{local_rank % gpus}" if gpus else "cpu")
 
 
 def free_port() -> int:

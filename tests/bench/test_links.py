@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,8 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common import flags, memory, provenance
-from ringattn.bench.common.result import Result, Row, read_result
+from ringattn.bench.common.ranks import LaunchedRank
+from ringattn.bench.common.result import Result, Row
 from ringattn.bench.links import command as links
 from ringattn.bench.links import measure
 from ringattn.bench.links.measure import (
@@ -211,6 +211,43 @@ def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) 
     assert columns["compute slowed"] == pytest.approx(1.5) and columns["transfer slowed"] == pytest.approx(1, rel=0.1)
 
 
+def test_on_a_gpu_steps_count_that_ended_before_the_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, on_side = [0.0], [False]
+    waits: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = 0.1 if on_side[0] else now[0]  # the transfers end after 0.1 s
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(1e3 * (end.at - self.at))
+
+    class Side:
+        def __enter__(self) -> None:
+            on_side[0] = True
+
+        def __exit__(self, *_: object) -> None:
+            on_side[0] = False
+
+    side = SimpleNamespace(wait_event=lambda event: waits.append("begun"), synchronize=lambda: waits.append("side"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Side())
+    monkeypatch.setattr(measure, "synchronize_compute", lambda device: waits.append("compute"))
+    fence = SimpleNamespace(wait=lambda: waits.append("side fence" if on_side[0] else "fence"))
+    ends: Any = SimpleNamespace(post=lambda: fence)
+
+    def step() -> None:
+        now[0] += 0.03
+
+    assert measure._on_gpu(ends, 2, step, CPU, 5) == (pytest.approx(0.1), 3, pytest.approx(0.09))
+    assert waits == ["compute", "begun", "side fence", "side", "compute", "fence", "fence"]
+    assert measure._on_gpu(ends, 1, lambda: now.__setitem__(0, 9.0), CPU, 1)[1:] == (0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("limits", "sizes"), [((8, 64, 2), (8, 16, 32, 64)), ((8, 63, 4), (8, 32)), ((32 << 20, 32 << 20, 2), (32 << 20,))]
 )
@@ -231,27 +268,39 @@ def test_memory_of_messages_is_counted() -> None:
         assert 0.9 * messages * nbytes < peak.bytes < 1.1 * messages * nbytes
 
 
-@pytest.mark.nightly
-def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_P2P_USE_CUDA_MEMCPY", "1")
-    target = tmp_path / "l.json"
-    flags = "-b 1k -e 4k -f 4 -n 2 -w 1 --transport process_group,local"
-    ran = CliRunner().invoke(cli.app, ["bench", "links", *flags.split(), "--json", str(target)])
-    assert ran.exit_code == 0, ran.output
-    assert max(map(len, ran.stdout.splitlines()[:17])) <= 80
-    assert ran.stdout.splitlines()[-1].startswith("best between processes: process_group, ")
-    result = read_result(target)
-    assert {row["transport"] for row in result.rows} == {"process_group", "local"} and len(result.rows) == 2 * 4 * 2
-    assert all(row["algbw"] == row["busbw"] > 0 and row["#wrong"] == 0 for row in result.rows)
-    assert (
-        not result.failed
-        and result.provenance["versions"]
-        and {"timed by clock", "NCCL_P2P_USE_CUDA_MEMCPY=1"} <= {*result.notes}
-    )
-    beside = [row for row in result.rows if row.get("compute")]
-    assert {row["size"] for row in beside} == {4096} and len(beside) == 2 * 4
-    assert all((row["transport"] == "local") == ("inside post" in row.get("compute note", "")) for row in beside)
-    assert all(row["compute alone"] > 0 for row in beside if row["transport"] == "process_group")
+@pytest.mark.parametrize("launched", [False, True])
+def test_virtual_ranks_are_measured_only_without_a_launcher(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"transport": "x", "edge": "all", "#wrong": 0}
+    between: list[Any] = []
+
+    def run(world: int, entry: object, config: LinksConfig, *, device: str) -> Result:
+        between.append((world, entry, config.transports, device))
+        return Result("bench links", measure.UNITS, [row])
+
+    place = LaunchedRank(0, 3, 0, 3) if launched else None
+    monkeypatch.setattr(measure, "launched_rank", lambda: place)
+    monkeypatch.setattr(measure, "run_process_group", run)
+    config = LinksConfig(("process_group", "local"), sizes=(8,), iters=1, warmup=0)
+    result = measure.measure_everywhere(3, config)
+    assert between == [(3, measure.measure_links, config.transports if launched else ("process_group",), "cpu")]
+    assert len(result.rows) == (1 if launched else 1 + len(transfer_patterns(3))) and not result.failed
+
+
+@pytest.mark.parametrize(("changes", "launched", "host", "gpu"), [
+    ({}, False, 3 * (2 + 2), 0), ({"checks": 0}, True, 3 * 2, 0),
+    ({"device": "cuda"}, True, 0, 12), ({"device": "cuda"}, False, 0, 3 * 12),  # virtual ranks share one GPU
+    ({"device": "cuda", "transports": ("nccl",)}, False, 0, 12),
+])  # fmt: skip
+def test_messages_of_all_ranks_must_fit(
+    changes: dict[str, Any], launched: bool, host: int, gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(memory, "usable_gpus", lambda ranks: ranks)
+    monkeypatch.setattr(measure, "check_size_fits", lambda *given, **named: asked.append((*given, named)))
+    measure.check_message_fits(replace(LinksConfig(("nccl", "local"), sizes=(8, 100)), **changes), 3, launched=launched)
+    ((option, size, needed, _, named),) = asked
+    assert (option, size, named) == ("-e", 100, {"unit": "bytes", "step": 1 << 20})
+    assert needed(10) == (3 * memory.PROCESS_BYTES + 10 * host, 10 * gpu)
 
 
 @pytest.mark.parametrize(("rows", "message"), [
@@ -292,11 +341,12 @@ def test_compute_beside_a_transfer(text: str, device: str, name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["all", "nccl"])
 def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: Any = []
+    configs, results = list[Any](), list[Any]()
     monkeypatch.setattr(flags, "parse_device_kind", lambda text: "cuda")
     monkeypatch.setattr(flags, "check_transport_flag", lambda *_: None)
-    monkeypatch.setattr(links, "finish_command", lambda *_: None)
-    monkeypatch.setattr(provenance, "provenance", lambda device: {})
+    monkeypatch.setenv("NCCL_P2P_USE_CUDA_MEMCPY", "1")
+    monkeypatch.setattr(links, "finish_command", lambda result, *_: results.append(result))
+    monkeypatch.setattr(provenance, "provenance", lambda device: {"gpu": str(device)})
     monkeypatch.setattr(measure, "check_message_fits", lambda *_, launched: None)
     monkeypatch.setattr(
         measure, "measure_everywhere", lambda ranks, config: configs.append(config) or Result("bench links", {})
@@ -307,3 +357,5 @@ def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytes
     (config,) = configs
     assert (config.channels, config.ctas, config.must_open) == ((4, None), (8,), transport != "all")
     assert (config.iters, config.warmup, config.checks, config.beside) == (7, 3, 2, FORWARD)
+    assert (config.device, config.timer) == ("cuda", "events") and results[0].provenance == {"gpu": "cuda"}
+    assert {"timed by events", "NCCL_P2P_USE_CUDA_MEMCPY=1"} <= {*results[0].notes}

@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
@@ -187,6 +188,18 @@ def test_every_row_has_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "_draw_lane", lambda axes, events, *_: rows.append({(e.rank, e.lane) for e in events}))
     drawing.draw_timeline_figure([timeline("measured")])
     assert any(rows) and all(len(row) <= 1 for row in rows)
+
+
+def test_every_kind_of_bar_has_its_colour() -> None:
+    bars = {
+        ("compute", "forward"): LIGHT.compute, ("compute", "backward"): LIGHT.backward, ("wait", "forward"): LIGHT.wait,
+        ("send", "backward"): LIGHT.send, ("receive", "forward"): LIGHT.receive, ("slot 0", "forward"): LIGHT.slot,
+        ("dK/dV slot 1", "backward"): LIGHT.sums,
+    }  # fmt: skip
+    assert {bar: drawing._colour(Event(0, *bar, 0, 0.0, 1.0)) for bar in bars} == bars
+    figure = drawing.draw_timeline_figure([timeline("measured")])
+    legend = {patch.get_label(): to_hex(patch.get_facecolor()) for patch in figure.legends[0].get_patches()}
+    assert [*legend.values()] == [*bars.values()]
 
 
 @pytest.mark.parametrize("world", [2, 8])

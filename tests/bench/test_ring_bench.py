@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,7 @@ PROBLEM = AttentionConfig(64, P, BATCH, HEADS, KV_HEADS, DIM)
 CONFIGS = (
     RingConfig((PROBLEM, replace(PROBLEM, seqlen=128, causal=False)), ("zigzag",), 1, WAYS),
     RingConfig((replace(PROBLEM, cu_seqlens=DOCUMENTS),), ("packed", "per-document"), 1, (OURS, ALL_GATHER, BASELINE)),
-    RingConfig((replace(PROBLEM, kv_heads=1),), ("zigzag",), 1, ("Ulysses 4",), bytes_per_second=1e6),
+    RingConfig((replace(PROBLEM, kv_heads=1),), ("zigzag",), 1, ("Ulysses 4", BASELINE), bytes_per_second=1e6),
 )
 
 
@@ -113,6 +114,7 @@ def test_all_candidates_agree_and_count_what_they_send() -> None:
     # Three quarters of q, out, dout and dq; k and v for each other rank; dk and dv of each other rank's queries.
     assert row["sent"] * 1e6 == 16 * 3 * (4 * queries // 4 + 4 * BATCH * DIM * 4)
     assert "at 1.00 MB/s" in mesh.notes[0]
+    assert f"not available: {BASELINE}: --bytes-per-second slows down only our rings" in mesh.notes
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -132,7 +134,7 @@ def test_every_length_runs_in_its_own_processes(launched: bool, monkeypatch: pyt
         monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(command, "run_process_group", spawned)
     monkeypatch.setattr(command, "launched_rank", lambda: LaunchedRank(0, 1, 0, 1) if launched else None)
-    ran = CliRunner().invoke(cli.app, ["bench", "ring", "--world", "1", "--seqlen", "512,256", "--device", "cpu"])
+    ran = CliRunner().invoke(cli.app, ["bench", "ring", "--world", "1,1", "--seqlen", "512,256", "--device", "cpu"])
     assert ran.exit_code == 0, ran.output
     assert lengths == ([[256, 512]] if launched else [[256], [512]])
     assert ("peaks after the first length are upper bounds" in ran.output) == launched
@@ -284,6 +286,60 @@ def test_a_candidate_sets_its_number_of_threads(monkeypatch: pytest.MonkeyPatch)
     assert threads == [3]
 
 
+@pytest.mark.usefixtures("rank_zero")
+def test_one_process_uses_the_threads_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = AttentionConfig(64, 4, threads=2, causal=False)
+    for cores, threads in ((16, 8), (5, 5)):
+        monkeypatch.setattr(candidates, "cores", lambda cores=cores: cores)
+        whole = candidates.sdpa_all_cores(setting(problem))
+        assert (whole.name, whole.threads, whole.sent_bytes) == (memory_table.ALL_CORES, threads, 0)
+    one = candidates.sdpa_one_device(setting(problem))
+    assert (one.name, one.threads) == (ONE_DEVICE, 2) and one.positions is not None and len(one.positions) == 64
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    idle = candidates.sdpa_one_device(setting(problem))
+    assert idle.positions is None and idle.run(idle.shards(problem.tensors(), CPU)) == ()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_other_packages_get_their_layout_and_their_order_of_heads(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    calls: list[Any] = []
+
+    def their_attention(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Tensor:
+        calls.append((q, named))
+        return q
+
+    modules: dict[str, Any] = {
+        "ring_flash_attn": {
+            "zigzag_ring_flash_attn_func": lambda *_, **named: ("zigzag", named),
+            "ring_flash_attn_func": lambda *_, **named: ("plain", named),
+        },
+        "ring_attention_pytorch.ring_flash_attention": {"ring_flash_attn": their_attention},
+    }  # fmt: skip
+    for name, fields in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**fields))
+    problem = AttentionConfig(2048 * 4, 2, heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", causal=causal)
+    theirs: Any = candidates.zhuzilin(setting(problem, "cuda"))
+    assert theirs.attend(*[CPU] * 3) == ("zigzag" if causal else "plain", {"causal": causal})
+    layout = problem.layout_by_name("zigzag" if causal else "contiguous")
+    assert torch.equal(theirs.positions, layout.positions(1))
+    theirs = candidates.lucidrains(setting(problem))
+    q = torch.arange(4.0).view(1, 1, 4, 1)
+    assert torch.equal(theirs.attend(q, q, q), q)
+    ((given, named),) = calls
+    # Head i reads key head i % 2 there, and i // 2 here.
+    assert given.flatten().tolist() == [0, 2, 1, 3]
+    assert named == {
+        "causal": causal, "bucket_size": 1024, "ring_reduce_col": True, "striped_ring_attn": causal, "ring_size": 2,
+    }  # fmt: skip
+    assert torch.equal(theirs.positions[:1024], torch.arange(4, 8192, 8))  # of eight buckets
+    with pytest.raises(UnavailableError, match="a multiple of 1024 tokens"):
+        candidates.lucidrains(setting(replace(problem, seqlen=2 * 1536)))
+
+
 def test_candidates_are_chosen_by_name() -> None:
     names = [*candidates.select_makers(["zigzag"], (), [2, 4])]
     assert "Ulysses 2 x ring 2" in names
@@ -346,4 +402,9 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
                 )  # two ranks on one GPU
                 for layouts in (["zigzag"], ["zigzag", "contiguous", "striped"])
             )
+            if (device, kinds) == ("cpu", [OURS]):
+                q, k = 1024 * 4 * 16 * 4, 1024 * 2 * 16 * 4  # bytes of the whole q and k
+                whole, running = 2 * (q + k), memory_table.candidate_bytes(OURS, problem) - slots
+                ranks = 2 * (whole + q + measure.PROCESS_BYTES + 3 * whole // 2 + slots)  # all inputs, three shards
+                assert single.host == ranks + max(2 * running, whole, memory_table.judged_bytes(problem))
             assert three.host + three.gpu - single.host - single.gpu == 2 * shards + more

@@ -70,6 +70,17 @@ def test_a_folder_with_other_results_is_refused(text: str, message: str, tmp_pat
     assert message in str(refused.value) and "results.json" in str(refused.value)
 
 
+@pytest.mark.parametrize("change", [
+    {"ringattn": {"sources": "other"}}, {"versions": {"torch": "1"}}, {"cpu": {"model": "a CPU", "cores": 9}},
+    {"cpu": {"model": "another", "cores": 2}}, {"gpu": {"name": "A", "driver": "2"}},
+    {"gpu": {"name": "B", "driver": "1"}}, {"gpu": None},
+])  # fmt: skip
+def test_a_run_continues_only_on_the_same_code_and_machine(change: dict[str, Any]) -> None:
+    here = HERE | {"gpu": {"name": "A", "driver": "1"}, "cpu": {"model": "a CPU", "cores": 2}}
+    same = here | {"date": "later", "gpu": {"name": "A", "driver": "1", "clocks": {}}}
+    assert suite.run_identity(here) == suite.run_identity(same) != suite.run_identity(here | change)
+
+
 @pytest.mark.parametrize(("flags", "message"), [
     (["--device", "cuda"], "torch finds no CUDA device"),
     (["--only", "nothing"], "--only is 'nothing': no part's name contains it"),
@@ -321,6 +332,7 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     during = json.loads((out / "logs" / "fails.txt").read_text().rpartition("Traceback")[0])
     assert [row["state"] for row in during["rows"]] == ["done", "not here"]
     assert read_result(out / "results.json").failed == ["fails: exit code 1: ValueError: no"]
+    assert 0 < read_result(out / "results.json").provenance["seconds"] < 400
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts with results" in text and "first" not in text
     assert count.read_text() == "x"

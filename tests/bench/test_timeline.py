@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from ringattn import LocalWorld
 from ringattn.bench.common import launching, memory
 from ringattn.bench.common.attention import AttentionConfig, forward_backward
-from ringattn.bench.common.ranks import LAUNCHERS, launched_rank
+from ringattn.bench.common.memory_table import OURS, candidate_bytes
+from ringattn.bench.common.ranks import LAUNCHERS, LaunchedRank, launched_rank
 from ringattn.bench.common.result import read_result
 from ringattn.bench.predict.links import PRESETS, ClusterLinks
 from ringattn.bench.predict.predicted_call import PredictedCall
@@ -51,6 +52,7 @@ TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"comman
 def test_a_written_trace_reads_back_unchanged() -> None:
     # A trace has a process per rank and a thread per lane, in microseconds.
     trace = json.loads(json.dumps(as_chrome(TWO_RANKS)))
+    assert not is_same_call(TWO_RANKS, TWO_RANKS)  # it does not say which call it is of
     assert from_chrome(trace) == TWO_RANKS and TWO_RANKS.seconds == pytest.approx(4e-3)
     named = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
     assert [event["args"]["name"] for event in named if event["pid"] == 1] == [*LANES, "slot 1"]
@@ -90,7 +92,9 @@ def test_the_command_writes_trace_picture_and_rows(tmp_path: Path, monkeypatch: 
     words = ["--repeats", "3", "--device", "cpu", "--trace", str(trace), "--out", str(picture), "--json", str(target)]
     ran = CliRunner().invoke(timeline_bench.app, words)
     assert ran.exit_code == 0 and "ranks compute 87.5%" in ran.output, ran.output
-    assert from_chrome(json.loads(trace.read_text())) == TWO_RANKS and picture.read_bytes()[:4] == b"\x89PNG"
+    assert from_chrome(json.loads(trace.read_text())) == TWO_RANKS
+    png = picture.read_bytes()
+    assert png[:4] == b"\x89PNG" and int.from_bytes(png[16:20]) == 1400  # pixels, at 140 per inch
     assert read_result(target).notes[0] == "two ranks"
     ((place, problem, repeats),) = recorded
     assert (place, problem.world, problem.seqlen, repeats) == (None, 2, 8192, 3)
@@ -162,6 +166,27 @@ def test_a_timeline_of_virtual_ranks() -> None:
         for lane in ("send", "receive")
     )
     assert sent == received and len(sent) == 4 * (3 + 3 + 3)  # K/V of the forward, K/V of the backward, partial dK/dV
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("device", "launched"), [("cpu", False), ("cuda", False), ("cuda", True)])
+def test_virtual_ranks_share_the_memory_of_one_gpu(
+    device: str, launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    place = LaunchedRank(1, 4, 1, 4) if launched else None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(record, "resolve_device", lambda name: torch.device(name))
+    monkeypatch.setattr(record, "check_ranks_fit", lambda option, config, needed: calls.append(needed(config)))
+    monkeypatch.setattr(record, "virtual_timeline", lambda *given: calls.append(given))
+    monkeypatch.setattr(record, "run_process_group", lambda *given, device: calls.append((*given, device)))
+    problem = replace(PROBLEM, device=device)
+    record.run_timeline(place, problem, 3)
+    one = candidate_bytes(OURS, problem)
+    if device == "cuda" and not launched:
+        assert calls == [(0, 4 * one), (problem, torch.device("cuda"), 3)]
+    else:
+        assert calls == [one, (4, record.record_timeline, problem, 3, device)]
 
 
 @pytest.mark.usefixtures("alone")
