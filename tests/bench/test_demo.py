@@ -185,6 +185,24 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         command.resolve_ranks(8, 2, None)
 
 
+def test_exact_steps_start_from_the_weights_of_their_step(tmp_path: Path) -> None:
+    cpu, job = torch.device("cpu"), replace(TINY, seqlen=16, steps=2, dtype="bfloat16")
+    training, _ = prepare_whole(replace(job, dtype="float32"), read_text(), cpu)
+    losses = []
+    for step in range(2):
+        TrainingRecorder(str(tmp_path)).before(training, step)
+        training.model.double()
+        training.optimizer.zero_grad()
+        losses.append(training.backward(step).item())
+        training.model.float()
+        for weight in training.model.parameters():
+            weight.data.mul_(1.5)
+    exact = compare.train_exactly(job, read_text(), str(tmp_path))
+    assert exact.run.losses == dict(enumerate(losses)) and losses[0] != losses[1]
+    dtypes = {x.dtype for gradients in exact.gradients.values() for x in gradients.values()}
+    assert dtypes == {torch.float64} and {*exact.gradients} == {0, 1}
+
+
 @pytest.mark.parametrize(("device", "gpu"), [("cpu", False), ("cuda", True)])
 def test_memory_of_a_job_by_hand(device: str, gpu: bool) -> None:
     job, tokens = replace(TINY, batch=3, layers=2), 3 * 100

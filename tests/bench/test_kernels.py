@@ -120,6 +120,44 @@ def test_every_mask_is_counted_computed_and_named(case: AttentionConfig) -> None
             contender.sdpa_contender(contender.CPU_SDPA["ATen operator"], inputs)
 
 
+@pytest.mark.parametrize(("case", "full", "parts"), [
+    (config(), False, True), (config(causal=False), True, True),
+    (config(causal=False, block_mask=longformer(6, 4)), False, False),
+])  # fmt: skip
+def test_kernels_of_a_backward_are_timed_one_by_one_under_a_single_mask(
+    case: AttentionConfig, full: bool, parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def prepare(backend: str, given: ContenderInputs, config: object, passes: object) -> PreparedContender:
+        asked.append((backend, config, passes))
+        if "refused" in asked:
+            raise TypeError("no such kernel")
+        return PreparedContender({FORWARD: print})
+
+    monkeypatch.setattr(contender, "local_kernel_contender", prepare)
+    monkeypatch.setattr(contender, "_parts_of_backward", lambda *_: {"dq": print})
+    monkeypatch.setattr(contender.TritonVariant, "config", lambda variant, q, v, *, full: full)
+    default, *_, packed = contender.VARIANTS
+    inputs = random_inputs(case)
+    assert {*contender.triton_contender(default, inputs).steps} == {FORWARD, *(["dq"] if parts else [])}
+    assert {*contender.triton_contender(packed, inputs).steps} == {FORWARD}
+    assert asked == [("triton", full, one.passes) for one in (default, packed)]
+    asked.append("refused")
+    with pytest.raises(UnavailableError, match="no such kernel"):
+        contender.triton_contender(default, inputs)
+
+
+def test_a_carried_state_is_a_copy() -> None:
+    # The kernels continue it in place, and the backward reads lse.
+    ready = contender.local_kernel_contender("triton", random_inputs(config(16, 1, 1)))
+    before: Any = ready.steps["backward"]()
+    before = [x.clone() for x in before]
+    ready.steps[STATE]()
+    after: Any = ready.steps["backward"]()
+    assert all(map(torch.equal, before, after))
+
+
 def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = random_inputs(config(32, window=(4, 0)))
     with pytest.raises(UnavailableError, match="only for a GPU"):

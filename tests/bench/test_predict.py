@@ -242,7 +242,7 @@ LARGE_RINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("call", rest_nightly(LARGE_RINGS, *LARGE_RINGS[:2]))
+@pytest.mark.parametrize("call", rest_nightly(LARGE_RINGS, LARGE_RINGS[0]))
 def test_extrapolated_rings_match_the_simulation(call: PredictedCall) -> None:
     # A large ring is extrapolated from two small rings and compared with a full simulation.
     for line, simulated in zip(
