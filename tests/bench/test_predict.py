@@ -132,8 +132,11 @@ def test_plain_plans_match_looked_up_plans(layout: str, world: int, nodes: int) 
     call = PredictedCall(512, world, layout, nodes=nodes)
     looked_up = replace(call, mask=Mask(causal=True, prefix=1)).plans()  # sees the same pairs, but is not plain
     for plan, expected in zip(call.plans(), looked_up, strict=True):
-        for name in ("hops", "dkv_returns", "kv_slots", "dkv_slots", "last_launch_hop", "lengths"):
-            assert getattr(plan, name) == getattr(expected, name)
+        for name in (
+            "rank", "hops", "inner", "lengths", "max_shard_keys", "send_index", "last_launch_hop", "slots",
+            "returns_early", "dkv_returns", "kv_slots", "dkv_slots",
+        ):  # fmt: skip
+            assert getattr(plan, name) == getattr(expected, name), name
         for hop in plan.hops:
             if hop.computes:
                 area = call.plain_launch_area((hop.shard > plan.rank) - (hop.shard < plan.rank), 512)

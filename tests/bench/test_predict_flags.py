@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
+from ringattn.bench.common import theme
 from ringattn.bench.common.result import Result, read_result
 from ringattn.bench.kernels.speed import UNITS
+from ringattn.bench.predict import alternatives
 from ringattn.bench.predict.inputs import speed_from_file
 from ringattn.bench.predict.links import parse_link
 from ringattn.bench.predict.predicted_call import PredictedCall
@@ -289,6 +291,27 @@ def test_sweep_draws_a_map(tmp_path: Path) -> None:
     assert "<svg" in target.read_text()
 
 
+def test_the_summary_of_a_map_is_of_its_largest_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    percents = {2: {1024: 95.0, 2048: 96.0}, 8: {1024: 50.0, 2048: 90.0}, 16: {1024: None, 2048: 91.25}}
+    figures: list[Any] = []
+    monkeypatch.setattr(alternatives, "sweep_percents", lambda *_: percents)
+    monkeypatch.setattr(theme, "write_figure", lambda figure, target, dpi: figures.append((figure, target)))
+    target = tmp_path / "map.png"
+    done = invoke("--sweep", "tokens=1k..2k,gpus=2..16", "--picture", str(target), "--json", str(tmp_path / "m.json"))
+    assert done.output.startswith("90% of ideal on 16 GPUs: 2k tokens per GPU\n"), done.output
+    result = read_result(tmp_path / "m.json")
+    assert [[*row.values()] for row in result.rows] == [["2", 95.0, 96.0], ["8", 50.0, 90.0], ["16", None, 91.25]]
+    assert result.notes[0].startswith("empty cells at 16 GPUs: ") and result.notes[-1] == f"picture: {target}"
+    ((figure, drawn_to),) = figures
+    axes = figure.axes[0]
+    cells = {text.get_position(): text.get_text() for text in axes.texts}
+    assert drawn_to == target and cells == {
+        (0.5, 0.5): "95", (1.5, 0.5): "50", (2.5, 0.5): "-", (0.5, 1.5): "96", (1.5, 1.5): "90", (2.5, 1.5): "91",
+    }  # fmt: skip
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "8", "16"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1k", "2k"]
+
+
 GPU = {"name": "NVIDIA H200", "multiprocessors": 132, "memory_gib": 140.0}
 
 
@@ -309,6 +332,7 @@ ROWS = [
     number("forward with state", 903.0, 8192),
     number("forward", 120.0, 8192, dtype="float32"),
     {"pass": "forward", "by": "flash", "rate": None, "note": "why"},
+    number("forward", 250.0, 16384, heads="2/2"),
 ]
 
 
@@ -323,6 +347,7 @@ def result_file(folder: Path, rows: list[dict[str, Any]], **provenance: Any) -> 
     (PredictedCall(8192, 8), 400), (PredictedCall(131072, 8), 500), (PredictedCall(8192, 8, head_dim=64), 350),
      # head dim before length
     (PredictedCall(8192, 8, mask=Mask()), 510), (PredictedCall(8192, 8, dtype="float32"), 120),  # mask before length
+    (PredictedCall(16384, 8, heads=2, kv_heads=1), 250),
 ])  # fmt: skip
 def test_the_nearest_row_of_a_file_is_used(call: PredictedCall, rate: float, tmp_path: Path) -> None:
     assert {*ROWS[0]} < {*UNITS}  # `bench kernels` writes these columns
