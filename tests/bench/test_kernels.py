@@ -113,9 +113,9 @@ def test_every_mask_is_counted_computed_and_named(case: AttentionConfig) -> None
     for step in ready.steps.values():
         step()
     assert torch.equal(ready.results[0], before)  # no step overwrites the judged results
+    expected = contender.sdpa_contender(contender.CPU_SDPA["math"], inputs)
+    assert largest_error(inputs, expected.results) < 1e-4
     if not case.is_plain:
-        expected = contender.sdpa_contender(contender.CPU_SDPA["math"], inputs)
-        assert largest_error(inputs, expected.results) < 1e-4
         with pytest.raises(UnavailableError, match="full and causal"):
             contender.sdpa_contender(contender.CPU_SDPA["ATen operator"], inputs)
 

@@ -183,7 +183,7 @@ def test_flags_reach_the_prediction(
 
     monkeypatch.setattr(predict, "_one_call", predicted)
     hardware = "--gpu a800 --pass forward --slow 1=1.5 --slow 0=2 --jitter 0.25 --memory 12"
-    between = "--link 150,7us --link-between ib200 --nics 1" if call.nodes > 1 else "--link 150,7us"
+    between = "--link 150,7us --link-between ib200 --nics 2" if call.nodes > 1 else "--link 150,7us"
     ran = invoke(f"predict {words.format(folder=tmp_path)} {hardware} {between} --trace {tmp_path}/t.json")
     assert ran.exit_code == 3, ran.output
     ((predicted_call, inputs, capacity, trace),) = made
@@ -192,7 +192,7 @@ def test_flags_reach_the_prediction(
     assert inputs.perturbation == Perturbation({1: 1.5, 0: 2.0}, 0.25)
     assert [inputs.links.inside.rate, inputs.links.inside.latency] == pytest.approx([150e9, 7e-6])
     if call.nodes > 1:
-        assert (inputs.links.between, inputs.links.nics) == (PRESETS["ib200"], 1)
+        assert (inputs.links.between, inputs.links.nics) == (PRESETS["ib200"], 2)
     else:
         assert inputs.links.between.rate == PRESETS["ib400"].rate and inputs.links.nics is None
 

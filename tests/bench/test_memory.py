@@ -184,6 +184,7 @@ def test_a_gpu_adds_dq_of_the_whole_up_in_fp32() -> None:
     config = AttentionConfig(8 * 1024, 8, batch=2, heads=4, head_dim=64)
     cpu, cuda = (memory_table.candidate_bytes(ONE_DEVICE, replace(config, device=name)) for name in ("cpu", "cuda"))
     assert cuda - cpu == 4 * (2 * 8 * 1024 * 4 * 64)
+    assert cpu == 8 * 1024 * 2 * (4 * 4 * 64 * (4 + 8) + 4 * 4)  # all tensors of q and k, and lse
 
 
 def test_memory_counts_all_rings_of_overlap_and_tune() -> None:

@@ -39,6 +39,7 @@ from ringattn.bench.predict.speed import (
     DRAWS,
     ENCODE,
     FOLD,
+    GPUS,
     POINT,
     TILE_ROWS,
     Area,
@@ -226,6 +227,19 @@ def test_a_message_waits_for_both_ends(behind: int) -> None:
         run_programs(programs[:1], costs[:1], lambda a, b, nbytes: 0.0)
 
 
+@pytest.mark.parametrize(("later", "exposed"), [(0.0, 0.0), (1e-12, 0.0), (1e-3, 2.5)])
+def test_of_ranks_that_end_together_the_one_that_waited_least_counts(later: float, exposed: float) -> None:
+    issued = {"late": 2.0, "later": 0.5, "early": 0.0}  # by the host
+    programs = [
+        Program(0, "forward", (Op(COMPUTE, "late", 0, 0, ()), Op(COMPUTE, "later", 1, 0, ()))),
+        Program(1, "forward", (Op(COMPUTE, "early", 0, 0, ()), Op(COMPUTE, "early", 1, 0, ()))),
+    ]
+    costs = [[0.0, 0.5 + later], [2.0, 1.0]]
+    found = ring_time.simulate_pass(programs, costs, lambda *_: 0.0, 0.0, lambda op: issued[op.what])
+    assert found.seconds == pytest.approx(3.0 + later) and found.exposed == pytest.approx(exposed)
+    assert found.worst == pytest.approx(2.0 if exposed else 0.0) and len(found.tracks) == 2
+
+
 def test_transfers_slow_concurrent_launches() -> None:
     # Transfers of 6 s take 0.1 of the speed of the three launches of 1.8 s beside them.
     ops = (Op(INSIDE, "K/V", 0, 0, ()), *(Op(COMPUTE, FOLD, hop, 0, ()) for hop in range(4)))
@@ -289,6 +303,8 @@ def test_tokens_for_ninety_percent() -> None:
     assert percent_of_ideal(call, INPUTS, np.array([needed * 0.9])) < 90
     slow = PredictionInputs(H100, ClusterLinks(LinkSpeed(5e9, 0.0), LinkSpeed(5e9, 0.0)), phases=FORWARD)
     assert (tokens_needed(call, slow) or 0) > needed
+    ideal = replace(H100, multiprocessors=1, memory=1e30, launch=0.0, host=0.0, beside=0.0)
+    assert tokens_needed(replace(call, world=2, mask=Mask()), PredictionInputs(ideal, late(0.0))) == 256  # the shortest
     # at any length half of the hops wait for the last rank
     assert tokens_needed(replace(call, layout="contiguous"), INPUTS) is None
 
@@ -438,6 +454,12 @@ def test_a_transport_over_all_nics_is_no_faster_than_a_node() -> None:
     for broken in ({"rate": 0.0}, {"rate": np.inf}, {"latency": -1e-9}, {"latency": np.inf}):
         with pytest.raises(ValueError, match="a link has a rate of"):
             replace(links.inside, **broken)
+
+
+def test_presets_have_plausible_speeds() -> None:
+    assert {link for link in GPUS.values()} <= {*PRESETS}
+    for name, link in PRESETS.items():
+        assert 5e-6 <= link.latency <= 5e-5 and 20e9 <= link.rate <= (link.collective or link.rate) <= 900e9, name
 
 
 def test_launches_take_the_time_of_their_work_and_of_their_bytes() -> None:

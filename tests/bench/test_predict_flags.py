@@ -55,6 +55,7 @@ def test_packed_documents_are_faster_than_contiguous_shards() -> None:
 
 REFUSED = {
     "--tflops nan": "--tflops is nan: it must be",
+    "--tflops 0": "--tflops is 0: it must be a positive, finite number of TFLOP/s",
     "--tflops 300 --backward-tflops nan": "--backward-tflops is nan: it must be",
     "--backward-tflops 300": "--backward-tflops has no effect without --tflops",
     "--jitter nan": "jitter is nan: it must be between 0 and 1, where 0.05 is 5%",
@@ -140,6 +141,8 @@ def test_text_of_a_large_ring_fits_a_terminal() -> None:
 
 
 def test_columns_depend_on_the_flags() -> None:
+    (needed,) = [note for note in results(*TWO)["notes"] if "for 90% of ideal by the flat ring" in note]
+    assert re.search(r": [\d,]+$", needed)
     both, alone, jitter = own(*TWO), own(*TWO, "--pass", "forward"), own("--jitter", "0.1", *TWO)
     assert alone["fwd"] == both["fwd"] and "bwd" not in alone and alone["exposed"] < both["exposed"]
     assert alone["TFLOP/s"] * alone["fwd"] == pytest.approx(both["TFLOP/s"] * (both["fwd"] + both["bwd"]) / 3.5)
