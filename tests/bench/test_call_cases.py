@@ -45,6 +45,8 @@ def test_calls_cover_every_argument() -> None:
     assert {call.head_dims for call in all_calls} == {(64, 64), (128, 128), (40, 40), (192, 128)}
     assert {q // kv for q, kv in (call.heads for call in all_calls)} == {1, 2, 4}
     assert {call.sink for call in all_calls} == {call.max_logits for call in all_calls} == {True, False}
+    worlds = {name: [n for n in range(1, 9) if CALL_CASES[name].fits(n)] for name in ("flat", "two levels", "Ulysses")}
+    assert worlds == {"flat": [*range(1, 9)], "two levels": [4, 6, 8], "Ulysses": [2, 4, 6, 8]}
     on_one_gpu = device_cases.CASES["cuda"]["local-4"]
     assert isinstance(on_one_gpu, partial) and on_one_gpu.func is measure_calls
     # including two-level rings and meshes

@@ -130,6 +130,10 @@ def test_only_the_first_launched_process_compares(monkeypatch: pytest.MonkeyPatc
     for name, value in zip(ranks.LAUNCHERS[0], "1212", strict=True):
         monkeypatch.setenv(name, value)
     assert compare.compare_training(TINY, b"text", 2) is None
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(compare, "train_whole", Mock(side_effect=torch.OutOfMemoryError("full")))
+    with pytest.raises(RuntimeError, match=f"--seqlen is {TINY.seqlen}: the unsharded run does not fit"):
+        compare.compare_training(TINY, b"text", 2)
 
 
 @pytest.mark.nightly

@@ -444,6 +444,7 @@ def test_a_second_run_must_repeat_the_first(
     compute = accuracy.ring_results
 
     def run(given: errors.AttentionInputs, world: int, **options: Any) -> dict[str, torch.Tensor]:
+        assert not given.q.is_contiguous() and given.q.stride(-1) == 1  # as a fused projection produces it
         asked.append((world, options["causal"], options["backend"], options["config"] and options["config"].backward))
         results = compute(given, 1, causal=options["causal"], backend="aten")
         results[changes].view(-1)[0] += len(asked) % 2 == 0

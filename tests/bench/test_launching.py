@@ -423,6 +423,36 @@ def test_world_must_match_the_launcher(bench: str, alone: None, monkeypatch: pyt
     assert "--world is 2: the launcher started 3 ranks; leave it out" in done.output
 
 
+@pytest.mark.parametrize(("codes", "message"), [
+    ([0, 0], ""), ([0, 1], "rank 1: its traceback"), ([7, None], "rank 0: exit code 7"),
+    ([None, -11], "rank 1: killed by SIGSEGV"),
+])  # fmt: skip
+def test_the_first_failing_rank_is_named(
+    codes: list[int | None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [SimpleNamespace(poll=lambda code=code: code) for code in codes]
+    monkeypatch.setattr(launching, "start_processes", lambda *given: nullcontext((tmp_path, ranks)))
+    (tmp_path / "result").write_bytes(pickle.dumps("of rank 0"))
+    if codes[1] == 1:
+        (tmp_path / "1.error").write_text("its traceback")
+    with pytest.raises(ChildProcessError, match=message) if message else nullcontext():
+        assert launch_processes(2, leave) == "of rank 0"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_leaves_its_result_or_its_traceback(rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launching.ctypes, "CDLL", lambda name: SimpleNamespace(prctl=print))
+    monkeypatch.setattr(sys, "argv", sys.argv)  # to be restored
+    monkeypatch.setenv("RANK", str(rank))
+    for entry, arguments in ((divmod, (7, 2)), (divmod, (7, 0))):
+        (tmp_path / "call").write_bytes(pickle.dumps((["ringattn", "bench"], entry, arguments)))
+        with pytest.raises(SystemExit) if arguments[1] == 0 else nullcontext():
+            launching.run_rank(str(tmp_path), os.getppid())
+    assert sys.argv == ["ringattn", "bench"] and "ZeroDivisionError" in (tmp_path / f"{rank}.error").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"call", f"{rank}.error", *(["result"] if rank == 0 else [])}
+    assert rank or pickle.loads((tmp_path / "result").read_bytes()) == (3, 1)
+
+
 def test_a_rank_whose_starter_has_died_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # It may die before this process asks to be killed with it.
     options: list[tuple[int, ...]] = []

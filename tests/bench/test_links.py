@@ -347,14 +347,20 @@ def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytes
     monkeypatch.setenv("NCCL_P2P_USE_CUDA_MEMCPY", "1")
     monkeypatch.setattr(links, "finish_command", lambda result, *_: results.append(result))
     monkeypatch.setattr(provenance, "provenance", lambda device: {"gpu": str(device)})
-    monkeypatch.setattr(measure, "check_message_fits", lambda *_, launched: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(
-        measure, "measure_everywhere", lambda ranks, config: configs.append(config) or Result("bench links", {})
+        measure, "check_message_fits", lambda config, ranks, launched: configs.append((ranks, launched))
+    )
+    monkeypatch.setattr(
+        measure,
+        "measure_everywhere",
+        lambda ranks, config: configs.extend((ranks, config)) or Result("bench links", {}),
     )
     words = f"--transport {transport} --channels 4,auto --ctas 8 -n 7 -w 3 -c 2"
     ran = CliRunner().invoke(cli.app, ["bench", "links", *words.split()])
     assert ran.exit_code == 0, ran.output
-    (config,) = configs
+    fits, ranks, config = configs
+    assert fits == (4, False) and ranks == 4
     assert (config.channels, config.ctas, config.must_open) == ((4, None), (8,), transport != "all")
     assert (config.iters, config.warmup, config.checks, config.beside) == (7, 3, 2, FORWARD)
     assert (config.device, config.timer) == ("cuda", "events") and results[0].provenance == {"gpu": "cuda"}

@@ -53,6 +53,19 @@ def test_peak_memory_includes_freed_memory() -> None:
     assert PeakMemory(CPU).bytes < 20e6
 
 
+def test_memory_of_a_gpu_is_that_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    numbers = {"memory_allocated": 100, "max_memory_allocated": 350, "mem_get_info": (5, 9)}
+    for name, number in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name, number=number: calls.append(name) or number)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
+    peak = PeakMemory(GPU)
+    assert calls == ["reset", "memory_allocated"] and peak.bytes == 250
+    assert memory_module.free_memory(GPU) == 5
+    (available,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvail")]
+    assert memory_module.free_memory(CPU) == pytest.approx(1024 * int(available.split()[1]), rel=0.5)
+
+
 def peak_of_freed_blocks(rank: int) -> int:
     """Return the peak of 64 MiB in small blocks that are freed before one block of 128 MiB is allocated.
 

@@ -13,7 +13,7 @@ import torch
 
 from ringattn import Layout
 from ringattn.bench.common.flags import human_count
-from ringattn.bench.predict import baseline_ring, ring_time
+from ringattn.bench.predict import alternatives, baseline_ring, ring_time
 from ringattn.bench.predict.alternatives import (
     all_gather_passes,
     check_memory,
@@ -430,6 +430,36 @@ def test_an_all_gather_waits_for_every_other_rank() -> None:
     assert one_per_node.exposed == pytest.approx(collective(2, 4e-3, 1e9))
     tiny = replace(inputs, links=ClusterLinks(LinkSpeed(1e30, 0.0), LinkSpeed(1e30, 0.0)), phases=FORWARD)
     assert all_gather_passes(call, replace(tiny, speed=STEADY))[0].exposed == pytest.approx(90e-6)  # the host's time
+
+
+def test_rings_of_a_mesh_share_nics_and_wait_for_slow_groups() -> None:
+    asked: list[Any] = []
+    inputs = replace(INPUTS, links=replace(LINKS, nics=2), perturbation=Perturbation({5: 2.0}))
+    call = PredictedCall(64, 8, kv_heads=8, nodes=2)
+
+    def ring(*given: Any, phases: Any) -> tuple[ring_time.Pass, ...]:
+        asked.append((*given, phases))
+        return tuple(ring_time.Pass(phase, 1.0, 0.25, 0.125) for phase in phases)
+
+    passes, exchange = ulysses_passes(call, 2, inputs, ring), exchange_seconds(call, 2, inputs)
+    assert asked == [(group_call(call, 2), H100, inputs.links.beside(2), Perturbation({2: 2.0}), PASSES)]
+    worst = max(0.125, exchange)
+    assert passes == [ring_time.Pass(phase, 1.0 + exchange, 0.25 + exchange, worst) for phase in PASSES]
+
+
+def test_a_map_has_rings_of_whole_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def percent(ring: PredictedCall, inputs: object, tokens: Any) -> Any:
+        asked.append((ring.world, ring.nodes, tokens.tolist()))
+        return tokens / 100
+
+    monkeypatch.setattr(alternatives, "percent_of_ideal", percent)
+    call = PredictedCall(64, 8, nodes=2, kv_heads=8)
+    capacity = sum(replace(call, tokens=128).memory().values())
+    percents = alternatives.sweep_percents(call, INPUTS, [64, 128, 256], [2, 4, 8, 16], capacity)
+    assert asked == [(world, nodes, [64.0, 128.0]) for world, nodes in ((2, 1), (4, 1), (8, 2), (16, 4))]
+    assert percents == {world: {64: 0.64, 128: 1.28, 256: None} for world in (2, 4, 8, 16)}
 
 
 @pytest.mark.parametrize(("degree", "ranks", "nodes", "heads", "kv_heads"), [

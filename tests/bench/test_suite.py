@@ -202,8 +202,6 @@ def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
     run(three, tmp_path, budget=90.0)
     budgets = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abc"]
     assert 14 <= budgets[0] <= 15 and 21 <= budgets[1] <= 22 and 40 <= budgets[2] <= 45
-    run(three[:1], tmp_path, budget=6.0)  # no more than is left
-    assert int((tmp_path / "logs" / "a.txt").read_text()) <= 3
     late = run([part("cut", code=HANGS, seconds=0.9), part("late", seconds=50.0)], tmp_path, budget=0.6)
     assert [row["state"] for row in late.values()] == ["out of time", "out of time"]
     assert str(late["cut"]["found"]).startswith("it was killed after")

@@ -28,7 +28,7 @@ from ringattn.bench.timeline import command as timeline_bench
 from ringattn.bench.timeline import record
 from ringattn.bench.timeline.events import LANES, Event, Timeline, as_chrome, from_chrome, is_same_call
 from ringattn.bench.timeline.record import ClockOffset, measure_clock_offset
-from ringattn.comm import LocalGroup
+from ringattn.comm import LocalGroup, TransportError
 from ringattn.comm.control import open_control
 from ringattn.ring import Mask
 from ringattn.ring.trace import TraceSpan
@@ -115,6 +115,20 @@ def test_clocks_of_other_machines_are_aligned_with_rank_0() -> None:
     for rank in (1, 3):
         assert 0 < offsets[rank].error < 30
         assert abs(offsets[rank].seconds + ahead[rank]) <= offsets[rank].error + 1e-6
+
+
+def test_the_fastest_answer_gives_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This clock is 100 s behind. The first question takes 4 s to arrive, the second 1 s; both answers take 2 s.
+    monkeypatch.setattr(record, "ROUNDS", 2)
+    answers = {"answer3/0": (104.0, 105.0), "answer3/1": (121.0, 121.5)}
+    published: list[Any] = []
+    control: Any = SimpleNamespace(rank=3, publish=lambda *given: published.append(given), read_key=answers.get)
+    times = iter([0.0, 7.0, 20.0, 23.5])
+    assert record._ask(control, lambda: next(times)) == ClockOffset((101.0 + 98.0) / 2, (3.5 - 0.5) / 2)
+    assert published == [("question3/0", True), ("question3/1", True)]
+    monkeypatch.setattr(record, "PATIENCE", 0.0)
+    with pytest.raises(TransportError, match="no rank published answer3/9"):
+        record._wait_for_key(control, "answer3/9")
 
 
 def clock_of(rank: int) -> str:
