@@ -43,6 +43,12 @@ DRAWN = tuple(random_boundaries(96, 16, 3))
 PACKED = AttentionConfig(96, layout="packed", cu_seqlens=DRAWN, **ON_2)
 
 
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
 def invoke(words: str) -> Any:
     return CliRunner().invoke(cli.app, shlex.split(words), env={"COLUMNS": "300"})
 
