@@ -251,6 +251,8 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
 
     available = {ONE_DEVICE: Candidate(ONE_DEVICE, positions, right), name: Candidate(name, positions.clone(), wrong)}
     monkeypatch.setattr(measure, "make_candidates", lambda *_: (available, {"another": "it needs a GPU"}))
+    monkeypatch.setattr(measure, "PeakMemory", lambda device: SimpleNamespace(bytes=0))
+    monkeypatch.setattr(measure, "return_freed_memory", nullcontext)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
     result = measure.measure_problem(setting(problem), RingConfig((problem,), ("zigzag",), 1), 0)
     assert [row["over tolerance"] for row in result.rows] == ["", "out, dq, dk, dv"]
