@@ -86,6 +86,7 @@ REFUSED = {
     "--trace t.json --gpus 256": "--trace draws every rank, so at most 128 GPUs are allowed, not 256",
     "--trace t.json --jitter 0.1": "--trace draws one run, but --jitter needs several",
     "--picture map.png": "--picture has no effect without --sweep",
+    "--sweep tokens=1k..2k,gpus=8..2": "does not have the form tokens=1k..128k,gpus=2..16k",
     "--sweep tokens=1k": "does not have the form tokens=1k..128k,gpus=2..16k",
     "--sweep tokens=1k..1k,gpus=2..32k": "gpus in --sweep is 32,768: it must be at most 16,384",
     "--sweep tokens=1k..1k,gpus=2..16 --world 6": "--sweep has 8 GPUs: use a multiple of 6",

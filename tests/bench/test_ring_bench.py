@@ -24,7 +24,7 @@ from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS,
 from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.bench.common.result import Result, Row
 from ringattn.bench.common.timing import RankTeam, Samples
-from ringattn.bench.ring import candidates, command, measure
+from ringattn.bench.ring import baselines, candidates, command, measure
 from ringattn.bench.ring.candidates import (
     Candidate,
     CandidateSetting,
@@ -32,6 +32,7 @@ from ringattn.bench.ring.candidates import (
 from ringattn.bench.ring.measure import RingConfig, crossover_notes, fastest_ring_note, measure_rings
 from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.comm.group_cache import get_group_cache
+from ringattn.kernels import FULL
 from ringattn.ring import Ring, ring_attention
 
 from ..support.rank_processes import group_results
@@ -92,6 +93,7 @@ def test_all_candidates_agree_and_count_what_they_send() -> None:
             "Ulysses 2 x ring 2": 2 * exchanged / 2 + 3 * kv,  # half of the heads of two shards
             "Ulysses 4 x ring 1": 2 * exchanged * (P - 1) / P,
         })  # fmt: skip
+        assert not [name for name, row in rows.items() if (row["exposed"] == 0) != (name == ONE_DEVICE)]
         pairs = tokens * (tokens + 1) / 2 if tokens == 64 else tokens**2
         for name, row in rows.items():
             seconds, count = row["time"] / 1e3, 1 if name == ONE_DEVICE else P
@@ -288,6 +290,17 @@ def test_a_candidate_sets_its_number_of_threads(monkeypatch: pytest.MonkeyPatch)
     assert threads == [3]
 
 
+def test_gradients_of_other_ranks_are_added_in_fp32() -> None:
+    added: list[Any] = []
+    net: Any = SimpleNamespace(
+        bounds=FULL, queries=lambda x: x, keys=lambda x: x, results=lambda x: x,
+        gradients=lambda x, dtype: added.append((x.dtype, dtype)) or x.to(dtype),
+    )  # fmt: skip
+    leaves = [torch.randn(1, 16, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    torch.autograd.grad(baselines._CollectiveFunction.apply(*leaves, net).sum(), leaves)  # type: ignore[no-untyped-call]
+    assert added == [(torch.float32, torch.bfloat16)] * 2
+
+
 @pytest.mark.usefixtures("rank_zero")
 def test_one_process_uses_the_threads_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = AttentionConfig(64, 4, threads=2, causal=False)
@@ -404,9 +417,12 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
                 )  # two ranks on one GPU
                 for layouts in (["zigzag"], ["zigzag", "contiguous", "striped"])
             )
-            if (device, kinds) == ("cpu", [OURS]):
+            if kinds == [OURS]:
                 q, k = 1024 * 4 * 16 * 4, 1024 * 2 * 16 * 4  # bytes of the whole q and k
                 whole, running = 2 * (q + k), memory_table.candidate_bytes(OURS, problem) - slots
                 ranks = 2 * (whole + q + measure.PROCESS_BYTES + 3 * whole // 2 + slots)  # all inputs, three shards
-                assert single.host == ranks + max(2 * running, whole, memory_table.judged_bytes(problem))
+                judged, kept = memory_table.judged_bytes(problem), 2 * (3 * whole // 2 + slots)
+                on_cpu = ranks + max(2 * running, whole, judged), 0
+                on_gpu = ranks - kept, kept + 2 * running + max(whole, judged)  # both ranks share it
+                assert single == (on_cpu if device == "cpu" else on_gpu)
             assert three.host + three.gpu - single.host - single.gpu == 2 * shards + more
