@@ -200,6 +200,8 @@ def test_every_kind_of_bar_has_its_colour() -> None:
     figure = drawing.draw_timeline_figure([timeline("measured")])
     legend = {patch.get_label(): to_hex(patch.get_facecolor()) for patch in figure.legends[0].get_patches()}
     assert [*legend.values()] == [*bars.values()]
+    middles = {text.get_position()[0] for text in figure.axes[0].texts if text.get_text().startswith("hop ")}
+    assert sorted(middles) == pytest.approx([200, 700, 1200, 1700])
 
 
 @pytest.mark.parametrize("world", [2, 8])
