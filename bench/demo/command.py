@@ -117,16 +117,13 @@ def resolve_ranks(world: int | None, data: int, place: LaunchedRank | None) -> i
 
 def draw_losses(result: Result, target: Path) -> None:
     """Plot the losses of both runs by step into a file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows = [row for row in result.rows if row["name"] == "loss"]
-    figure, axes = pyplot.subplots()
+    figure = Figure()
+    axes = figure.subplots()
     for name in ("sharded", "unsharded"):
         axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name)
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.legend()
     figure.savefig(target)
-    pyplot.close(figure)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import ring_attention
 from ringattn.bench.common.cases import MeasuredNumber
+from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.bench.suite import call_cases, device_cases, gpu_cases
 from ringattn.bench.suite.call_cases import CALL_CASES, measure_calls
 
@@ -41,6 +45,8 @@ def test_calls_cover_every_argument() -> None:
     assert {call.head_dims for call in all_calls} == {(64, 64), (128, 128), (40, 40), (192, 128)}
     assert {q // kv for q, kv in (call.heads for call in all_calls)} == {1, 2, 4}
     assert {call.sink for call in all_calls} == {call.max_logits for call in all_calls} == {True, False}
+    worlds = {name: [n for n in range(1, 9) if CALL_CASES[name].fits(n)] for name in ("flat", "two levels", "Ulysses")}
+    assert worlds == {"flat": [*range(1, 9)], "two levels": [4, 6, 8], "Ulysses": [2, 4, 6, 8]}
     on_one_gpu = device_cases.CASES["cuda"]["local-4"]
     assert isinstance(on_one_gpu, partial) and on_one_gpu.func is measure_calls
     # including two-level rings and meshes
@@ -83,12 +89,102 @@ def test_difference_of_a_wrong_row() -> None:
     result = exact.float().clone()
     assert call_cases.row_difference(result, exact) < 1e-6
     result[1, 7, 2] *= 1.1
-    assert 0.01 < call_cases.row_difference(result, exact) < 0.2
+    norms = exact.norm(dim=-1)
+    size = max(norms[1, 7, 2], norms.square().mean().sqrt())  # a row counts as at least the mean row
+    assert call_cases.row_difference(result, exact) == pytest.approx(float(0.1 * norms[1, 7, 2] / size), rel=1e-4)
+    assert call_cases.row_difference(torch.full((1, 1, 1, 4), 0.5), torch.zeros(1, 1, 1, 4)) == 1.0
     result[0, 0, 0, 0] = torch.nan
     assert call_cases.row_difference(result, exact) == torch.inf
     lse = torch.tensor([[[1.0, -torch.inf]]])
     assert call_cases.row_difference(lse, lse.double()) == 0
     assert call_cases.row_difference(lse, torch.ones(1, 1, 2).double()) == torch.inf
+
+
+def test_the_worst_rank_and_every_change_count() -> None:
+    errors = torch.zeros(2, len(call_cases.RESULTS) + 2, dtype=torch.float64)
+    errors[1, 3], errors[0, 1], errors[:, -2], errors[:, -1] = 0.5, 0.25, torch.tensor([1.0, 2.0]), 7
+    worst, changed = call_cases.judge_call("K/V as fp8", "nccl", [*errors])
+    assert (worst.value, worst.limit, worst.fails) == (0.5, 0.25, True)
+    assert worst.labels == {"call": "K/V as fp8", "by": "nccl", "ranks": 2, "of": "dk"}
+    assert (changed.value, changed.limit, changed.fails) == (3.0, 0, True)
+    errors[1, -1] = 8  # a checksum of another rank
+    assert next(call_cases.judge_call("flat", "nccl", [*errors])).note != worst.note
+
+
+def test_processes_run_every_call_and_the_conformance_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD="the world"))
+
+    def run_call(call: Any, *given: Any) -> Tensor:
+        ran.append((call, *given))
+        return torch.tensor([float(len(ran))])
+
+    def all_gather(rows: list[Tensor], own: Tensor) -> None:
+        for rank, row in enumerate(rows):
+            row.copy_(own + rank / 4)
+
+    monkeypatch.setattr(call_cases, "run_call", run_call)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(call_cases, "check_transfers", lambda *given: ran.append(given))
+    names, place = ("flat", "Ulysses"), LaunchedRank(1, 2, 1, 2)
+    gathered = call_cases.run_calls(place, CPU, "nccl", names)
+    assert [[float(row) for row in rows] for rows in gathered] == [[1.0, 1.25], [2.0, 2.25]]
+    calls = [(CALL_CASES[name], "nccl", CPU, "the world") for name in names]
+    assert ran == [*calls, ("nccl", CPU, "the world")]
+    started: list[Any] = []
+
+    def run_process_group(*given: Any, device: str) -> Any:
+        started.append((*given, device))
+        return [[torch.zeros(9)] * 3] * 2
+
+    monkeypatch.setattr(call_cases, "run_process_group", run_process_group)
+    numbers = [*measure_calls(CPU, transport="nccl", world=3, call_names=("flat", "Ulysses", "sinks"))]
+    # two ranks of a Ulysses group do not divide three ranks
+    assert started == [(3, call_cases.run_calls, "nccl", ["flat", "sinks"], "cpu")]
+    assert [number.labels["call"] for number in numbers] == ["flat"] * 2 + ["sinks"] * 2
+
+
+def test_cases_of_a_gpu_run_before_the_conformance_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    opened = SimpleNamespace(close=lambda: calls.append("close"))
+    monkeypatch.setattr(call_cases, "open_transport", lambda group, **named: calls.append(named) or opened)
+    monkeypatch.setattr(call_cases, "check_transport", lambda *given, **named: calls.append((*given, named)))
+    cases = {"nccl": (lambda given, device: calls.append(given is opened),)}
+    monkeypatch.setattr(gpu_cases, "TRANSFER_CASES", cases)
+    group: Any = "a group"
+    for device in (torch.device("cuda"), CPU):
+        call_cases.check_transfers("nccl", device, group)
+    cuda = {"device": torch.device("cuda")}
+    last = [("nccl", group, {"device": device}) for device in (cuda["device"], CPU)]
+    assert calls == [{"transport": "nccl", **cuda}, True, "close", *last]
+
+
+@pytest.mark.parametrize(
+    ("codes", "late", "values"),
+    [([1, gpu_cases.EXIT_CODE, -9], 4.0, (0, 4.0)), ([1, 0, -9], 0.5, (1, 0.5)), ([3, 1, 0], 6.0, (2, 6.0))],
+)
+def test_ranks_must_end_with_an_error_soon_after_a_peer_is_killed(
+    codes: list[int], late: float, values: tuple[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    ends = [10.0 + late, 10.0, 10.0]
+    ranks = [
+        SimpleNamespace(returncode=code, poll=lambda end=end, code=code: code if now[0] >= end else None)
+        for code, end in zip(codes, ends, strict=True)
+    ]
+    started: list[Any] = []
+
+    def start(*given: Any) -> Any:
+        started.append(given)
+        return nullcontext(("folder", ranks))
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: now.__setitem__(0, now[0] + 0.25))
+    monkeypatch.setattr(gpu_cases, "time", clock)
+    monkeypatch.setattr(gpu_cases, "start_processes", start)
+    numbers = [*gpu_cases.killed_rank_case(CPU, transport="nccl", world=3)]
+    assert started == [(3, gpu_cases.train_until_killed, "nccl", "cpu")]
+    assert tuple(number.value for number in numbers) == values
+    assert [number.fails for number in numbers] == [values[0] > 0, late > gpu_cases.DEADLINE + gpu_cases.GRACE]
 
 
 @pytest.mark.nightly

@@ -34,6 +34,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         "exit": typer.Exit(7), "interrupt": KeyboardInterrupt(), "value": ValueError("q has 3 dims:\n  4 are needed"),
         "later": NotImplementedError("not yet"), "flag": typer.BadParameter("--text is odd"),
         "extra": ModuleNotFoundError("No module named 'jinja2'", name="jinja2.sandbox"),
+        "module": ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"),
     }  # fmt: skip
     app = typer.Typer()
 
@@ -143,8 +144,25 @@ def test_options_and_help_reach_the_command(demo: list[object]) -> None:
 ])  # fmt: skip
 def test_exit_codes_and_messages(arguments: list[str], code: int, line: str, alone: None, demo: list[object]) -> None:
     result = CliRunner().invoke(cli.app, ["demo", *arguments], prog_name="ringattn")
-    assert result.exit_code == code and result.output.startswith(line), result.output
+    assert result.exit_code == code and result.stderr.startswith(line) and not result.stdout, result.output
     assert len(result.output.splitlines()) == (1 if line else 0) and "Input" not in result.output
+
+
+def test_a_module_outside_of_the_extra_is_named(demo: list[object]) -> None:
+    ran = CliRunner().invoke(cli.app, ["demo", "--end", "module"], prog_name="ringattn")
+    assert isinstance(ran.exception, ModuleNotFoundError) and ran.exception.name == "flash_attn"
+
+
+def test_a_closed_pipe_discards_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    with open(write, "w") as first, open(os.dup(write), "w") as second:
+        monkeypatch.setattr(sys, "stdout", first)
+        monkeypatch.setattr(sys, "stderr", second)
+        assert cli._silence_output() == 141
+        for stream in (first, second):
+            print("lost", file=stream, flush=True)
+    with open(read) as rest:
+        assert rest.read() == ""
 
 
 def test_only_rank_0_reports_an_interruption(demo: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +183,8 @@ def test_help_imports_nothing_heavy() -> None:
     commands = [["-h"], ["bench", "--help"], *([*name.split(), "-h"] for name in cli.COMMANDS)]
     result = python(f"""
 import sys
+import ringattn
+assert {{*ringattn.__all__}} <= {{*dir(ringattn)}}
 from ringattn.bench import cli
 for arguments in {commands!r}:
     try:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +20,15 @@ import torch
 from ringattn import reference
 from ringattn.bench.common import errors, timing
 from ringattn.bench.common import provenance as origin
-from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, random_boundaries
+from ringattn.bench.common.attention import (
+    BACKWARD_FLOPS,
+    AttentionConfig,
+    forward_flops,
+    mask_data,
+    mask_label,
+    random_boundaries,
+)
+from ringattn.bench.common.flags import PatternFlag
 from ringattn.bench.common.provenance import provenance, typed_command
 from ringattn.bench.common.timing import Samples, StepTimer, repeats_within, time_in_turns
 
@@ -70,6 +81,7 @@ def test_gpu_timers_flush_and_enqueue_in_order(monkeypatch: pytest.MonkeyPatch) 
     with clocks["graph"].capture_stream():
         step = clocks["graph"].prepare_step(lambda: cuda.calls.append("step"))
     assert cuda.calls == ["stream of priority 0", "step", "synchronize", "capture", "step"]
+    assert cuda.captured is not None and cuda.captured is clocks["graph"]._capturing
     for name, run, calls in (
         ("", lambda: cuda.calls.append("step"), ["synchronize", "sleep", "flush", "step"]),
         ("graph", step, ["synchronize", "sleep", "flush", "replay"]),
@@ -90,19 +102,39 @@ def test_packed_documents_depend_on_the_seed() -> None:
 def test_inputs_and_their_flops() -> None:
     config = AttentionConfig(12, 2, heads=4, kv_heads=2, head_dim=6, head_dim_v=3, seed=3)
     assert [x.shape for x in config.tensors()] == [(1, 12, 4, 6), (1, 12, 2, 6), (1, 12, 2, 3), (1, 12, 4, 3)]
-    assert all(torch.equal(a, b) for a, b in zip(config.tensors(), config.tensors(), strict=True))
+    other = replace(config, seed=4)
+    assert all(map(torch.equal, config.tensors(), config.tensors()))
+    assert not any(map(torch.equal, config.tensors(), other.tensors()))
     inputs = [config.random_shard(rank, CPU) for rank in (0, 1, 1)]
+    assert not any(map(torch.equal, inputs[0], other.random_shard(0, CPU)))
     assert [x.shape[1] for x in inputs[0]] == [6] * 4 and not any(map(torch.equal, inputs[0], inputs[1]))
     assert all(map(torch.equal, inputs[1], inputs[2]))
     assert config.flops == 2 * (12 * 13 // 2) * (6 + 3) * 4 and config.flash_flops == 2 * (12 * 12 // 2) * (6 + 3) * 4
     assert forward_flops(7, heads=3, head_dim=4, batch=2) == 2 * 7 * (4 + 4) * 3 * 2 and BACKWARD_FLOPS == 2.5
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (5, 0)}])
-def test_exact_results_match_the_reference(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fields", "label", "data"), [
+    ({"causal": False}, "full", {"causal": False}),
+    ({"cu_seqlens": (0, 9, 64), "prefix_length": 5, "islands": ((4, 8), (20, 30))},
+     "causal, 2 documents, prefix 5, 2 islands",
+     {"causal": True, "cu_seqlens": (0, 9, 64), "prefix_length": 5, "islands": ((4, 8), (20, 30))}),
+    ({"batch": 2, "seqused_k": (9, 64), "window": (7, 0)}, "causal, window (7, 0), keys used (9, 64)",
+     {"causal": True, "window_size": (7, 0), "seqused_k": (9, 64)}),
+    ({"causal": False, "block_mask": PatternFlag("longformer", {"window": 8, "global": 5})},
+     "window (4, 4), 5 global tokens", {"causal": False, "window_size": (4, 4), "global_tokens": ((0, 5),)}),
+    ({"block_mask": PatternFlag("strided", {"block": 16, "stride": 32})}, "causal, 56.2% of blocks of 16",
+     {"causal": True, "block_mask": {"block": 16, "blocks": (4, 4), "seen": 9}}),
+])  # fmt: skip
+def test_every_mask_is_named_and_recorded(fields: dict[str, Any], label: str, data: dict[str, Any]) -> None:
+    mask = AttentionConfig(64, layout="contiguous", **fields).mask
+    assert (mask_label(mask), mask_data(mask)) == (label, data)
+
+
+@pytest.mark.parametrize(("options", "dim_v"), [({"causal": True}, 6), ({"causal": True, "window_size": (5, 0)}, 8)])
+def test_exact_results_match_the_reference(options: Any, dim_v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "BLOCK_BYTES", 8 * 24 * 2 * 7)  # 7 rows per block
-    q, dout = torch.randn(1, 24, 4, 8), torch.randn(1, 24, 4, 8)
-    k, v, dlse = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, 8), torch.randn(1, 4, 24)
+    q, dout = torch.randn(1, 24, 4, 8), torch.randn(1, 24, 4, dim_v)
+    k, v, dlse = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, dim_v), torch.randn(1, 4, 24)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     results = reference.attention(*leaves, **options)
     grads = torch.autograd.grad(results, leaves, (dout.double(), dlse.double()))
@@ -114,7 +146,8 @@ def test_exact_results_match_the_reference(options: Any, monkeypatch: pytest.Mon
     assert judge.failing_results({"dv": math.nan, "dq": 0.0}) == ["dv"]
     eps, usual = torch.finfo(torch.float32).eps, judge.pytorch_errors
     assert 0 < max(usual.values()) < 1e-5
-    assert [errors.judged_heads(1, 8, 4, n, n) for n in (64, 1 << 14)] == [(0, 1, 2, 3), (0, 3)]
+    kept = [errors.judged_heads(batch, 8, 4, n, n) for batch, n in ((1, 64), (2, 1 << 12), (4, 1 << 12))]
+    assert kept == [(0, 1, 2, 3), (0, 1, 2, 3), (0, 3)] and errors.judged_heads(4, 8, 1, 1 << 12, 1 << 12) == (0,)
     sizes = {name: judge.exact[name].abs().max().item() for name in errors.RESULTS_WITH_LSE}
     assert judge.limits == {name: pytest.approx(2 * usual[name] + eps * size) for name, size in sizes.items()}
 
@@ -142,25 +175,61 @@ def test_provenance_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "/some" not in json.dumps(stated)
     monkeypatch.setattr("sys.argv", ["/some/ringattn/__main__.py", "demo"])
     assert typed_command() == "python -m ringattn demo"
+    for origin_of_main, command in (("/some/tool.py", "python -m package.tool"), ("/other.py", "tool.py")):
+        spec = SimpleNamespace(origin=origin_of_main, name="package.tool")
+        monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+        monkeypatch.setattr("sys.argv", ["/some/tool.py", "a b", "\udcff"])
+        assert typed_command() == f"{command} 'a b' '?'"
 
 
 def test_provenance_changes_with_sources_and_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(origin, "ROOT", tmp_path)
     digests = [origin.source_digest()]
-    for folder in ("kernels", "comm", "autotune", "ring", "reference", "bench", ".git"):
-        (tmp_path / folder).mkdir()
+    for folder in (".", "kernels", "comm", "autotune", "ring", "reference", "conformance", "bench", ".git"):
+        (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "code.py").touch()
         digests.append(origin.source_digest())
-    assert len({*digests}) == 7 and digests[-1] == digests[-2]
+    (tmp_path / "ring" / "code.py").write_text("pass")
+    assert digests[-1] == digests[-2] and len({*digests, origin.source_digest()}) == 10
     for status in ("", " M code.py"):
         answers = {"rev-parse": "abc\n", "status": status}
         monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(stdout=answers[words[3]]))  # noqa: B023
         assert origin.git() == {"commit": "abc", "modified": bool(status)}
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=FileNotFoundError))
+    assert origin.git() == {"commit": None, "modified": None}
+
+
+def test_provenance_has_the_gpu_its_libraries_and_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
     chip = SimpleNamespace(name="A10", major=8, minor=6, multi_processor_count=72, total_memory=24 << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
-    assert [origin.gpu(GPU)[name] for name in ("name", "capability", "memory_gib")] == ["A10", "8.6", 24.0]
-    monkeypatch.setattr(origin, "_read", lambda path: "MemTotal:  12582912 kB" if path == "/proc/meminfo" else "")
-    assert origin.cpu()["memory_gib"] == 12.0
+    places: dict[str, Any] = {
+        "is_available": lambda: True, "device_count": lambda: 2, "get_device_properties": lambda device: chip,
+        "nccl.version": lambda: (2, 28, 9),
+    }  # fmt: skip
+    for name, place in places.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", place)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
+    nics = [SimpleNamespace(name="mlx5_0", gigabits=400.0), SimpleNamespace(name="eno1", gigabits=None)]
+    for reason in (None, "no driver"):
+        reader: Any = Mock(return_value={"sm_mhz": 1980}, reason=reason)
+        monkeypatch.setattr(origin.nvml, "GpuReader", lambda device, reader=reader: reader)
+        monkeypatch.setattr(origin.nvml, "driver_version", Mock(side_effect=OSError) if reason else lambda: "580")
+        monkeypatch.setattr(origin.nvml, "list_host_nics", lambda: nics)
+        monkeypatch.setattr(origin.nvml, "device_info", lambda device: device.index)
+        monkeypatch.setattr(origin, "pairs_by_link", lambda devices: {"NVLink": devices})
+        stated = provenance(GPU)
+        assert stated["gpu"] == {
+            "name": "A10", "capability": "8.6", "multiprocessors": 72, "memory_gib": 24.0,
+            "driver": "unknown: OSError" if reason else "580",
+            "clocks": {"unknown": reason} if reason else {"sm_mhz": 1980},
+        }  # fmt: skip
+    host = {"mlx5_0": "400 Gbit/s", "eno1": None}
+    assert stated["topology"] == {"gpus": 2, "pairs": {"NVLink": [0, 1]}, "nics": host}
+    assert stated["versions"].items() >= {"cuda": "13.0", "cudnn": 91000, "nccl": "2.28.9"}.items()
+    assert provenance(CPU)["topology"] == {"nics": host}
+    text = {"/proc/meminfo": "MemTotal:  12582912 kB", "/proc/cpuinfo": "model name\t: A\nmodel name\t: B"}
+    monkeypatch.setattr(origin, "_read", lambda path: text.get(path, "0.25 0.5 1/2"))
+    assert (origin.cpu()["memory_gib"], origin.cpu()["model"], origin.cpu()["load"]) == (12.0, "A", "0.25")
 
 
 def test_progress_into_a_pipe_prints_few_lines(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
@@ -185,3 +254,23 @@ def test_a_stopwatch_sums_its_intervals(monkeypatch: pytest.MonkeyPatch) -> None
         with watch.count_block():
             pass
     assert (watch.lap_seconds(), watch.lap_seconds()) == (3.0, 0.0)
+
+
+def test_times_between_events_are_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    ends: list[Any] = []
+
+    def event(enable_timing: bool) -> Any:
+        ends.append(made := Mock(elapsed_time=lambda end: 1500.0 if end is ends[-1] else math.nan))
+        return made
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    assert timing.event_seconds(lambda: cuda.calls.append("step"), lambda: cuda.calls.append("prepare")) == 1.5
+    assert cuda.calls == ["sleep", "prepare", "step"]
+    watch = timing.DeviceStopwatch(GPU)
+    with watch.count_block():
+        ends[-2].record.assert_called_once_with()
+        assert not ends[-1].record.called
+    assert watch.seconds == watch.lap_seconds() == 1.5 and watch.lap_seconds() == 0.0
+    ends[-1].record.assert_called_once_with()
+    ends[-1].synchronize.assert_called_once_with()

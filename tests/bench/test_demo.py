@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -128,6 +130,10 @@ def test_only_the_first_launched_process_compares(monkeypatch: pytest.MonkeyPatc
     for name, value in zip(ranks.LAUNCHERS[0], "1212", strict=True):
         monkeypatch.setenv(name, value)
     assert compare.compare_training(TINY, b"text", 2) is None
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(compare, "train_whole", Mock(side_effect=torch.OutOfMemoryError("full")))
+    with pytest.raises(RuntimeError, match=f"--seqlen is {TINY.seqlen}: the unsharded run does not fit"):
+        compare.compare_training(TINY, b"text", 2)
 
 
 @pytest.mark.nightly
@@ -171,12 +177,96 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert command.resolve_ranks(None, 1, None) == 2
     assert command.resolve_ranks(4, 2, None) == 4
-    with pytest.raises(ValueError, match="--world is 8: it must be at most 4"):
-        command.resolve_ranks(8, 1, None)
+    with pytest.raises(ValueError, match="--world is 5: it must be at most 4"):
+        command.resolve_ranks(5, 1, None)
     with pytest.raises(ValueError, match="--world is 4: it must be a multiple of --data, 3"):
         command.resolve_ranks(4, 3, None)
     with pytest.raises(ValueError, match="rank 5 has no GPU: start at most 4 ranks"):
         command.resolve_ranks(None, 1, ranks.LaunchedRank(rank=5, world=8, local_rank=5, local_world=8))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert command.resolve_ranks(8, 1, None) == 8  # virtual ranks
+    with pytest.raises(ValueError, match="--data is 2: it must be 1"):
+        command.resolve_ranks(8, 2, None)
+
+
+def test_exact_steps_start_from_the_weights_of_their_step(tmp_path: Path) -> None:
+    cpu, job = torch.device("cpu"), replace(TINY, seqlen=16, steps=2, dtype="bfloat16")
+    training, _ = prepare_whole(replace(job, dtype="float32"), read_text(), cpu)
+    losses = []
+    for step in range(2):
+        TrainingRecorder(str(tmp_path)).before(training, step)
+        training.model.double()
+        training.optimizer.zero_grad()
+        losses.append(training.backward(step).item())
+        training.model.float()
+        for weight in training.model.parameters():
+            weight.data.mul_(1.5)
+    exact = compare.train_exactly(job, read_text(), str(tmp_path))
+    assert exact.run.losses == dict(enumerate(losses)) and losses[0] != losses[1]
+    dtypes = {x.dtype for gradients in exact.gradients.values() for x in gradients.values()}
+    assert dtypes == {torch.float64} and {*exact.gradients} == {0, 1}
+
+
+@pytest.mark.parametrize(("device", "gpu"), [("cpu", False), ("cuda", True)])
+def test_memory_of_a_job_by_hand(device: str, gpu: bool) -> None:
+    job, tokens = replace(TINY, batch=3, layers=2), 3 * 100
+    elements = tokens * (2 * (15 * 32 + 4 * 16) + 6 * 32 + 4 * 256)  # of activations
+    needs = command.demo_needs(job, 100, ranks=4, device=torch.device(device))
+    assert needs.host == 4 * ((400 << 20) + 24 * tokens) + 8 * elements
+    assert needs.gpu == (4 * elements if gpu else 0)
+
+
+def test_speed_and_memory_of_a_run() -> None:
+    run = TrainingRun(Run({}, [9.0, 0.25, 1.0, 0.5]), {}, [3000, 1000, 2000], "2 ranks")
+    told = compare.speed_and_memory("sharded", replace(TINY, batch=2), run)
+    assert told == "sharded: 812 tokens/s, 0.500 s per step, peak 1.00 kB to 3.00 kB (2 ranks)"
+    run = TrainingRun(Run({}, [0.5]), {}, [1000], "here")  # a single step counts, although it warms up
+    assert compare.speed_and_memory("x", TINY, run) == "x: 406 tokens/s, 0.500 s per step, peak 1.00 kB (here)"
+
+
+def test_one_rank_of_several_shares_cores_and_gathers_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    trained = Run({0: 1.0}, [1.0])
+    monkeypatch.setattr(compare, "cores", lambda: 6)
+    monkeypatch.setattr(compare, "PeakMemory", lambda device: SimpleNamespace(bytes=7))
+    monkeypatch.setattr(compare, "gather", lambda x: torch.stack([x, x + 1]))
+    monkeypatch.setattr(compare, "train_on_mesh", lambda *_: threads.append(torch.get_num_threads()) or trained)
+    before = torch.get_num_threads()
+    place, recorder = ranks.LaunchedRank(1, 4, 1, 2), TrainingRecorder("", gradients={0: {}})
+    run = compare.train_rank(place, torch.device("cpu"), TINY, b"text", recorder)
+    assert run == TrainingRun(trained, {0: {}}, [7, 8], "4 ranks, 1 process of 3 threads each")
+    assert threads == [3] and torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world", "way"), [(0, 1, "virtual"), (1, 2, "virtual"), (0, 2, "cpu"), (2, 2, "cuda")]
+)
+def test_ranks_are_processes_unless_one_device_holds_all(
+    gpus: int, world: int, way: str, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(compare, "train_virtually", lambda job, text, world, recorder: ("virtual", world))
+    monkeypatch.setattr(
+        compare, "run_process_group", lambda world, entry, *_, device: (device, world, entry is compare.train_rank)
+    )
+    expected = ("virtual", world) if way == "virtual" else (way, world, True)
+    trained: Any = compare.train_sharded(TINY, b"text", world, TrainingRecorder(""))
+    assert trained == expected
+
+
+def test_losses_are_plotted_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"step": step, "name": name, "sharded": 3.0 - step, "unsharded": 4.0 - step}
+        for step in (1, 2)
+        for name in ("loss", "w")
+    ]
+    saved: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda *given: saved.append(given))
+    command.draw_losses(Result("demo", {}, [*rows]), tmp_path / "loss.png")
+    ((figure, target),) = saved
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    assert lines == {"sharded": [[1, 2], [2, 1]], "unsharded": [[1, 3], [2, 2]]} and target == tmp_path / "loss.png"
 
 
 def test_batches_continue_through_the_text_and_wrap_around() -> None:
@@ -215,4 +305,13 @@ def test_a_difference_in_a_late_step_fails() -> None:
 
     exact, whole, ring = run(1.0, 1.0), run(1.001, 1.001), run(1.001, 1.01)
     exact.run.losses.pop(1)
-    assert [line[:11] for line in agreement_result(TINY, ring, whole, exact).failed] == ["w at step 3"]
+    result = agreement_result(TINY, ring, whole, exact)
+    assert [line[:11] for line in result.failed] == ["w at step 3"]
+    losses = [row for row in result.rows if row["name"] == "loss"]
+    assert [row["pytorch error"] for row in losses] == [0.0, None, 0.0]
+    # rounding of the log-sum-exp of 256 logits, of which the largest is 1
+    allowed = torch.finfo(torch.float32).eps * (1 + math.log(256))
+    assert [row["allowed"] for row in losses] == [pytest.approx(allowed)] * 3
+    whole.run.losses[0] += 0.25
+    limits = [row["allowed"] for row in agreement_result(TINY, ring, whole, exact).rows if row["name"] == "loss"]
+    assert limits == [pytest.approx(2 * 0.25 + allowed)] * 3

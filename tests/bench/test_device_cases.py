@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from ringattn.bench.common import memory
-from ringattn.bench.common.cases import MeasuredNumber, UnavailableError, case_result, relative_distance
+from ringattn.bench.common.cases import (
+    MeasuredNumber,
+    UnavailableError,
+    case_result,
+    poison_allocations,
+    relative_distance,
+)
 from ringattn.bench.common.result import read_result
+from ringattn.bench.common.timing import Samples
 from ringattn.bench.suite import device_cases
 from ringattn.kernels import dequantize, quantize
 
@@ -40,6 +47,19 @@ def test_numbers_fail_above_their_limit(value: float | None, fails: bool) -> Non
     assert case_result("a", judged, {}).notes == ["2 reached, 1 missed"]
 
 
+def test_new_tensors_are_poisoned_only_inside_the_block() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with poison_allocations():
+            assert torch.empty(9).isnan().all() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with poison_allocations():
+        pass
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.json"
 
@@ -50,6 +70,10 @@ def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[st
             raise UnavailableError("no such library")
         yield MeasuredNumber("rate", 5.0, "GB/s")
 
+    drawn: list[float] = []
+    for _ in range(2):  # every run draws the same inputs
+        assert device_cases.main("x", lambda _: drawn.append(torch.rand(1).item()) or iter(()), CPU, str(file)) == 0
+    assert drawn[0] == drawn[1]
     assert device_cases.main("x", partial(case, missing=False), CPU, str(file)) == 0
     assert [row["number"] for row in read_result(file).rows] == ["error", "rate"] and read_result(
         file
@@ -63,8 +87,12 @@ def test_launch_errors_and_ceilings_of_a_device(monkeypatch: pytest.MonkeyPatch)
     rows = list(device_cases.launch_case(CPU, dtype="float32", seqlen=40, head_dim=16))
     assert [number.name for number in rows if number.limit] == ["difference from float64"] * 2
     assert not any(number.fails for number in rows)
-    _, copy = device_cases.ceilings_case(CPU, side=64, dtype="float32", nbytes=4096)
-    assert (copy.unit, copy.labels["bytes"]) == ("GB/s", 4096)
+    assert [number.labels["mask"] for number in rows] == ["full", "full", "causal", "causal"]
+    times = {"product": Samples((2e-3,) * 3), "copy": Samples((4e-6,) * 3)}
+    monkeypatch.setattr(device_cases, "time_in_turns", lambda steps, clock, **_: {name: times[name] for name in steps})
+    product, copy = device_cases.ceilings_case(CPU, side=64, dtype="float32", nbytes=4096)
+    assert (copy.unit, copy.labels["bytes"], copy.value) == ("GB/s", 4096, pytest.approx(2 * 4096 / 4e3))
+    assert product.value == pytest.approx(2 * 64**3 / 2e9) and product.spread == copy.spread == 0.0
     monkeypatch.setattr(memory, "free_memory", lambda device: 8000)
     product, copy = device_cases.ceilings_case(CPU, side=64, dtype="float32", nbytes=4096)
     assert (product.unit, copy.labels["bytes"]) == ("TFLOP/s", 2000)  # a read and a write of a quarter of free memory
@@ -76,6 +104,7 @@ def test_virtual_ranks_are_compared_with_one_rank() -> None:
     assert first.name == "difference from one rank" and not first.fails
     for ring, alone, ratio in (times[:3], times[3:]):
         assert (ring.labels["by"], alone.labels["by"]) == ("ring", "one rank") and ring.value and alone.value
+        assert min(ring.spread, alone.spread) >= 0  # type: ignore[type-var]
         assert ratio.value == pytest.approx(ring.value / alone.value) and ratio.limit is None
 
 
@@ -95,7 +124,7 @@ def test_wrong_or_unwritten_fp8_codes_are_counted(monkeypatch: pytest.MonkeyPatc
 
     assert not any(wrong().values())
     x = device_cases.fp8_inputs((1, 130, 2, 8), torch.float16)
-    assert x.isnan().any() and x.isinf().any() and (x == 0).any()
+    assert x.isnan().any() and x.isinf().any() and 0 < (x == 0).float().mean() < 0.5
     assert not x.is_contiguous() and x.stride(-1) == 1
     monkeypatch.setattr(device_cases, "quantize", off)
     assert wrong()["wrong codes"] == 4  # one per dtype and shape

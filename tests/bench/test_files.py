@@ -19,6 +19,7 @@ from ringattn.bench.common import flags
 from ringattn.bench.common.cases import MeasuredNumber, case_result
 from ringattn.bench.common.output import write_json
 from ringattn.bench.common.result import read_result
+from ringattn.bench.report import charts
 from ringattn.bench.timeline import drawing
 from ringattn.kernels.json_files import read_object
 
@@ -76,11 +77,12 @@ def test_failed_charts_are_left_out_of_the_page(tmp_path: Path, monkeypatch: pyt
         raise KeyError("\x1b[2J")
 
     monkeypatch.setattr(drawing, "draw_timeline_figure", fails)
+    monkeypatch.setattr(charts, "draw_chart", fails)
     folder = report_cases.write(tmp_path / "run", **report_cases.all_result_files())
     result = run("report", folder)
     page = (folder / "report.html").read_text()
     assert result.exit_code == 0 and SOUND in page and "\x1b" not in result.output
-    for name in ("measured.json", "predicted.json"):
+    for name in ("measured.json", "predicted.json", "links.json"):
         assert f"<strong>not read</strong>: {name}: it cannot be drawn: KeyError" in page
         assert f"skipped: {name}: it cannot be drawn" in told(result)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,18 @@ def test_default_key_heads_and_timers() -> None:
     flags.check_transport_flag("process_group", "cpu", 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "has_cuda", "device"),
+    [(None, True, "cuda:3"), ("cuda", True, "cuda:3"), ("cpu", True, "cpu"), (None, False, "cpu")],
+)
+def test_the_device_is_the_current_gpu(
+    name: str | None, has_cuda: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert str(flags.resolve_device(name)) == device
+
+
 def test_constants_of_flags_match_the_code() -> None:
     # Flags repeat these constants, because their modules must not import torch.
     assert flags.MAX_HEAD_DIM == checks.MAX_HEAD_DIM and flags.KV_SLOTS == schedule.KV_SLOTS
@@ -87,7 +100,7 @@ def test_constants_of_flags_match_the_code() -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     ([], ""),
-    (["--a", "1", "--b", "2", "--json", "-"], ""),
+    (["--a", "1", "--b", "2", "--json", "-", "--csv", "rows"], ""),
     (["--c", "3"], "--c cannot be used in this mode"),
     (["--b", "2"], "--b has no effect without --a"),
     (["--a", "1", "--d-long", "4"], "--a and --d-long cannot be used together"),
@@ -103,6 +116,7 @@ def test_flags_that_do_not_apply_are_refused(words: list[str], message: str) -> 
         c: int = 0,
         d: int = typer.Option(0, "--d", "--d-long"),
         json: flags.Json = None,
+        csv: flags.Csv = None,
     ) -> None:
         flags.check_mode(context, "in this mode", ("a", "b", "d"))
         flags.check_needs(context, {"b": "a"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,13 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.result import read_result
-from ringattn.bench.common.timing import StepTimer
+from ringattn.bench.common.timing import Samples, StepTimer
 from ringattn.bench.host import command, hop_posting
 from ringattn.bench.host.hop_posting import HOPS
 from ringattn.bench.overlap.measure import BACKWARD, FORWARD, PHASES, TOGETHER
 from ringattn.comm.transports.nccl import NcclTransport
 from ringattn.kernels.device.forward import forward_kernel
+from ringattn.ring.schedule.plan import plan
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -67,6 +69,43 @@ def test_columns_are_per_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {"host": pytest.approx(8e3 / HOPS), "Triton's part": pytest.approx(2e3 / HOPS), "Python calls": 2}
     shard: Any = SimpleNamespace(run=print)
     assert hop_posting.host_rows(shard, StepTimer(CPU)) == [{"phase": phase} | columns for phase in PHASES]
+
+
+def test_the_first_pass_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 90.0, *(float(now) for n in range(hop_posting.REPEATS) for now in (n, n + (1 if n % 4 else 9)))])
+    monkeypatch.setattr(hop_posting, "time", SimpleNamespace(thread_time=lambda: next(clock)))
+    monkeypatch.setattr(hop_posting, "median", lambda samples: samples)
+    steps: list[None] = []
+    seconds: Any = hop_posting.posting_seconds(lambda: steps.append(None), CPU)
+    assert seconds == [1.0 if n % 4 else 9.0 for n in range(hop_posting.REPEATS)]
+    assert len(steps) == hop_posting.REPEATS + 1
+
+
+def test_on_a_gpu_a_rank_sends_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, seconds = torch.device("cuda"), iter([8e-3, 6e-3] * len(PHASES))
+    monkeypatch.setattr(hop_posting, "posting_seconds", lambda step, device: next(seconds))
+    monkeypatch.setattr(hop_posting, "count_python_calls", lambda step: HOPS)
+    samples = {phase: Samples((HOPS * 1e-3,)) for phase in PHASES}
+    monkeypatch.setattr(
+        hop_posting, "time_in_turns", lambda steps, *_, **named: {name: samples[name] for name in steps}
+    )
+    shard: Any = SimpleNamespace(run=print)
+    clock: Any = SimpleNamespace(device=cuda)
+    assert [row["compute"] for row in hop_posting.host_rows(shard, clock)] == [pytest.approx(1e3)] * len(PHASES)
+    config = problem(32, 2, 16)
+    own = plan(config.token_layout, config.mask, 0, 1, CPU, runs=2)
+    looped = hop_posting.loop_back(own)
+    assert looped.edges == (((0, 0),), ()) and len(looped.runs) == len(own.runs) > 0
+    for one, real in ((looped, own), *zip(looped.runs, own.runs, strict=True)):
+        for hop, base in zip(one.hops, real.hops, strict=True):
+            peers = {name: None if getattr(base, name) is None else 0 for name in hop_posting.PEERS}
+            assert hop == replace(base, **peers)
+        assert one.dkv_returns == {after: one.hops[base.index] for after, base in real.dkv_returns.items()}
+    revised: list[Any] = []
+    monkeypatch.setattr(hop_posting, "RankPasses", lambda *_, **named: revised.append(named))
+    for device in (cuda, CPU):
+        hop_posting.rank_passes(config, Any, device)  # type: ignore[arg-type]
+    assert revised == [{"backend": "triton", "revise_plan": hop_posting.loop_back}, {"backend": "triton"}]
 
 
 def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:

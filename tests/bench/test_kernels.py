@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,21 +17,23 @@ from typer.testing import CliRunner
 
 from ringattn import reference
 from ringattn.bench import cli
-from ringattn.bench.common import errors, timing
+from ringattn.bench.common import attention, errors, timing
 from ringattn.bench.common.attention import AttentionConfig, mask_label
-from ringattn.bench.common.cases import UnavailableError
+from ringattn.bench.common.cases import MeasuredNumber, UnavailableError
 from ringattn.bench.common.flags import PatternFlag
-from ringattn.bench.common.result import read_result
+from ringattn.bench.common.result import Result, read_result
 from ringattn.bench.common.timing import Samples, StepTimer
-from ringattn.bench.kernels import accuracy, speed
+from ringattn.bench.kernels import accuracy, background_copy, speed
 from ringattn.bench.kernels import contenders as contender
 from ringattn.bench.kernels.contenders import (
     FORWARD,
     OURS,
+    STATE,
     Contender,
     ContenderInputs,
     PreparedContender,
 )
+from ringattn.kernels import FULL, Bounds
 from ringattn.reference.masks import add_head_dim
 
 from ..support.cuda.device import FakeCuda
@@ -108,11 +113,49 @@ def test_every_mask_is_counted_computed_and_named(case: AttentionConfig) -> None
     for step in ready.steps.values():
         step()
     assert torch.equal(ready.results[0], before)  # no step overwrites the judged results
+    expected = contender.sdpa_contender(contender.CPU_SDPA["math"], inputs)
+    assert largest_error(inputs, expected.results) < 1e-4
     if not case.is_plain:
-        expected = contender.sdpa_contender(contender.CPU_SDPA["math"], inputs)
-        assert largest_error(inputs, expected.results) < 1e-4
         with pytest.raises(UnavailableError, match="full and causal"):
             contender.sdpa_contender(contender.CPU_SDPA["ATen operator"], inputs)
+
+
+@pytest.mark.parametrize(("case", "full", "parts"), [
+    (config(), False, True), (config(causal=False), True, True),
+    (config(causal=False, block_mask=longformer(6, 4)), False, False),
+])  # fmt: skip
+def test_kernels_of_a_backward_are_timed_one_by_one_under_a_single_mask(
+    case: AttentionConfig, full: bool, parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def prepare(backend: str, given: ContenderInputs, config: object, passes: object) -> PreparedContender:
+        asked.append((backend, config, passes))
+        if "refused" in asked:
+            raise TypeError("no such kernel")
+        return PreparedContender({FORWARD: print})
+
+    monkeypatch.setattr(contender, "local_kernel_contender", prepare)
+    monkeypatch.setattr(contender, "_parts_of_backward", lambda *_: {"dq": print})
+    monkeypatch.setattr(contender.TritonVariant, "config", lambda variant, q, v, *, full: full)
+    default, *_, packed = contender.VARIANTS
+    inputs = random_inputs(case)
+    assert {*contender.triton_contender(default, inputs).steps} == {FORWARD, *(["dq"] if parts else [])}
+    assert {*contender.triton_contender(packed, inputs).steps} == {FORWARD}
+    assert asked == [("triton", full, one.passes) for one in (default, packed)]
+    asked.append("refused")
+    with pytest.raises(UnavailableError, match="no such kernel"):
+        contender.triton_contender(default, inputs)
+
+
+def test_a_carried_state_is_a_copy() -> None:
+    # The kernels continue it in place, and the backward reads lse.
+    ready = contender.local_kernel_contender("triton", random_inputs(config(16, 1, 1)))
+    before: Any = ready.steps["backward"]()
+    before = [x.clone() for x in before]
+    ready.steps[STATE]()
+    after: Any = ready.steps["backward"]()
+    assert all(map(torch.equal, before, after))
 
 
 def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +171,34 @@ def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) 
         contender._check_square(random_inputs(config(32, batch=2)), 2, "scores")
 
 
+@pytest.mark.parametrize("case", [MASKS[0], MASKS[1], MASKS[4], config(heads=2)], ids=named)
+def test_flex_attention_gets_the_mask(case: AttentionConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(ContenderInputs):
+        device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+    made: list[Any] = []
+    made_masks: list[Any] = []
+
+    def compiled(function: object, *, dynamic: bool) -> Any:
+        return lambda q, k, v, **named: made.append((function, dynamic, named)) or attend(q, k, v, enable_gqa=True)
+
+    flex: Any = SimpleNamespace(
+        flex_attention="flex",
+        create_block_mask=lambda mod, *sizes, device: made_masks.append((sizes, device)) or "mask",
+    )
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", flex)
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(contender, "flex_mask_mod", lambda *_: None)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    ready = contender.flex_contender(OnGpu(case, *case.random_shard(0, CPU)))
+    assert {*ready.steps} == {FORWARD, "backward"} and len(ready.results) == 4
+    options = {"enable_gqa": case.heads != case.kv_heads}
+    masked = case.causal or not case.is_plain
+    assert made == [("flex", False, options | ({"block_mask": "mask"} if masked else {}))]
+    rows = None if case.seqused_k is None else case.batch
+    assert made_masks == ([((rows, None, 64, 64), "cuda")] if masked else [])
+
+
 @pytest.mark.usefixtures("quick")
 def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
@@ -138,7 +209,7 @@ def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None
     by = {(row["by"], row["pass"]): row for row in rows.rows}
     assert {what for who, what in by if who == OURS} == {*contender.PASSES, *contender.PARTS}
     assert {what for who, what in by if who == "flash"} == {"forward", "backward"}
-    assert all(0 < by[OURS, what]["error/allowed"] <= 1 for what in contender.PASSES)
+    assert all(0 < by[OURS, what]["error/allowed"] <= 1 and by[OURS, what]["error"] > 0 for what in contender.PASSES)
     absent = {row["by"]: row["note"] for row in rows.rows if row["pass"] == ""}
     others = {"cudnn", "efficient", "flex_attention", *(f"{name} backend" for name in ("flash", "cudnn", "fa3", "fa4"))}
     assert NOT_HERE | others == {*absent} and all(absent.values())
@@ -215,6 +286,120 @@ def test_speeds_are_judged_against_floors_and_goals(
     assert [number.labels["verdict"] for number in verdicts] == words
 
 
+def test_rates_of_every_shape_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[Any] = []
+
+    def shape(clock: StepTimer, sizes: speed.TargetSizes, *given: Any) -> Iterator[MeasuredNumber]:
+        shapes.append(given)
+        yield MeasuredNumber("not available", None, "", {"by": "cudnn"})
+        yield MeasuredNumber(STATE if given[0] == 16 else FORWARD, 700.0, speed.RATE, {"by": OURS})
+        yield MeasuredNumber(FORWARD, 350.0 * len(shapes), speed.RATE, {"by": "flash"})
+
+    def beside(clock: StepTimer, sizes: speed.TargetSizes, seconds: float) -> Iterator[MeasuredNumber]:
+        for what in (speed.ALONE, FORWARD):
+            yield MeasuredNumber(what, 80.0, speed.RATE, {"by": OURS})
+
+    monkeypatch.setattr(speed, "_shape", shape)
+    monkeypatch.setattr(speed, "_beside_a_transfer", beside)
+    numbers = list(speed.measure_targets(CPU, seconds=0.5, sizes=SIZES))
+    assert shapes == [(32, 16, False, 0.5), (32, 16, True, 0.5), (32, 16, False, 0.5), (16, 16, False, 0.5)]
+    verdicts = {(n.name, n.labels["over"]): n.labels["verdict"] for n in numbers if "verdict" in n.labels}
+    assert len(verdicts) == sum(len({over for _, over, _ in target.bars}) for target in speed.TARGETS)
+    assert [what for what, verdict in verdicts.items() if verdict == "reached"] == [
+        ("forward D128, full", "flash"), ("forward D128, full", speed.RATE), ("forward D128, causal", speed.RATE),
+        ("forward beside a transfer", speed.ALONE),
+    ]  # fmt: skip
+    assert verdicts["forward D64, full", "flash"] == "missed"
+    assert (
+        verdicts["forward D64, full", "cudnn"] == verdicts["carried state, 8k keys per hop", FORWARD] == "not measured"
+    )
+
+
+def test_rates_of_one_shape_are_those_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    rows: list[Any] = [
+        {"pass": "", "by": "cudnn", "note": "why"}, {"pass": "dq", "by": OURS, "time": 1.0},
+        {"pass": FORWARD, "by": OURS, "rate": 5.0, "spread": 0.1},
+    ]  # fmt: skip
+
+    def measure(config: AttentionConfig, clock: StepTimer, **named: Any) -> Result:
+        asked.append((config, named))
+        return Result("bench kernels", {}, rows, ["it is wrong"])
+
+    monkeypatch.setattr(speed, "measure_kernels", measure)
+    missing, rate, failure = speed._shape(StepTimer(CPU), SIZES, 32, 24, True, 0.5)
+    assert (missing.name, missing.value, missing.note, missing.labels["by"]) == ("not available", None, "why", "cudnn")
+    assert (rate.name, rate.value, rate.unit, rate.spread, rate.labels["by"]) == (FORWARD, 5.0, speed.RATE, 0.1, OURS)
+    assert failure.fails and failure.note == "it is wrong" and rate.labels["seqlen"] == 32
+    ((asked_config, named),) = asked
+    assert asked_config == config(32, 1, 1, head_dim=24) and named["seconds"] == 0.5
+    wanted = {name for target in speed.TARGETS for name in target.by} - {speed.MARGIN_VARIANT.name}
+    assert {*named["prefixes"]} == wanted | {"flash", "cudnn"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_percentages_refer_to_the_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"forward:math": 4e-3, "backward:math": 8e-3, speed.PRODUCT: 2e-3}
+    monkeypatch.setattr(speed, "time_in_turns", lambda steps, *_, **named: {n: Samples((seconds[n],)) for n in steps})
+    shape = config(40, 1, 1)
+    result = speed.measure_kernels(shape, StepTimer(CPU), seconds=0, prefixes=["math"])
+    product = 2 * 16**3 / 2e-3
+    forward, backward = result.rows
+    assert (forward["time"], backward["time"]) == pytest.approx((4, 8))
+    assert forward["of product"] == pytest.approx(100 * shape.flops / 4e-3 / product)
+    assert backward["of product"] == pytest.approx(100 * 2.5 * shape.flops / 8e-3 / product)
+    assert result.notes == [f"matrix product in the same runs: float32 {product / 1e12:.4g} TFLOP/s"]
+
+
+def test_the_copy_kernel_copies_every_element() -> None:
+    copy = background_copy.BackgroundCopy(CPU, 4 * (background_copy.COPY_BLOCKS * background_copy.CHUNK + 5))
+    assert copy.count_wrong() == copy.source.numel() - int((copy.source == 0).sum())
+    copy.launch()
+    assert copy.count_wrong() == 0
+
+
+def test_a_copy_starts_with_the_step_and_lasts_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    event, stream = SimpleNamespace(record=lambda: calls.append("record")), Mock()
+    stream.wait_event.side_effect = lambda given: calls.append(("wait", given is event))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda given: calls.append(given is stream) or nullcontext())
+    copy = background_copy.BackgroundCopy(CPU, 8)
+    monkeypatch.setattr(copy, "launch", lambda: calls.append("copy"))
+    copy.run_alongside(lambda: calls.append("step"), stream)()
+    assert calls == ["record", ("wait", True), True, "copy", "step"]
+    for seconds, most, expected in ((5e-3, 1 << 30, 20480), (1e-5, 1 << 30, 4096), (5e-3, 10003, 10000)):
+        laps = iter([9.0, 2e-3, 1e-3, 4e-3])
+        watch = SimpleNamespace(count_block=nullcontext, lap_seconds=lambda laps=laps: next(laps))
+        monkeypatch.setattr(background_copy, "DeviceStopwatch", lambda device, watch=watch: watch)
+        monkeypatch.setattr(background_copy, "BackgroundCopy", lambda device, nbytes: copy)
+        monkeypatch.setattr(background_copy, "MOST_BYTES", most)
+        assert background_copy.copy_bytes_for(CPU, seconds, 4096) == expected
+
+
+def test_only_the_last_part_of_the_last_shard_is_final() -> None:
+    finals: list[bool] = []
+    work: Any = SimpleNamespace(fold=lambda k, v, part, scores, final: finals.append(final))
+    for final in (True, False):
+        contender._fold(work, *torch.ones(2), [FULL, Bounds(None, None)], final=final)
+    assert finals == [False, True, False, False]
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError("broken"), RuntimeError("not supported")])
+def test_a_broken_device_is_not_an_unavailable_contender(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails: Any = Mock(side_effect=error, __name__="fails")
+    monkeypatch.setattr(attention, "ring_attention", fails)
+    given = random_inputs(config(32, 1, 1))
+    for attempt in (
+        lambda: attention.check_backend("auto", given.config, CPU),
+        lambda: contender._autograd_contender(fails, given),
+        lambda: speed._prepare_or_skip_graph(SimpleNamespace(prepare_step=fails), fails),  # type: ignore[arg-type]
+    ):
+        broken = isinstance(error, torch.AcceleratorError)
+        with pytest.raises(torch.AcceleratorError if broken else UnavailableError, match=str(error)):
+            attempt()
+
+
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lasts: Any = []
@@ -246,6 +431,33 @@ def test_accuracy_cases_pass(backend: str, dtype: str, dims: tuple[int, int]) ->
     rows = list(accuracy.accuracy_case(CPU, backend=backend, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **TINY))
     assert len(rows) == 3 * 6
     assert [number for number in rows if number.fails] == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "count"),
+    [("aten", "dq", 1), ("single_pass", "dq", 0), ("single_pass", "dk", 1), ("single_pass_deterministic", "dq", 1)],
+)
+def test_a_second_run_must_repeat_the_first(
+    backend: str, changes: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    compute = accuracy.ring_results
+
+    def run(given: errors.AttentionInputs, world: int, **options: Any) -> dict[str, torch.Tensor]:
+        assert not given.q.is_contiguous() and given.q.stride(-1) == 1  # as a fused projection produces it
+        asked.append((world, options["causal"], options["backend"], options["config"] and options["config"].backward))
+        results = compute(given, 1, causal=options["causal"], backend="aten")
+        results[changes].view(-1)[0] += len(asked) % 2 == 0
+        return results
+
+    monkeypatch.setattr(accuracy, "ring_results", run)
+    sizes: dict[str, Any] = {"dtype": "float32", "head_dim": 16, "causal_worlds": (2,), **TINY}
+    rows = list(accuracy.accuracy_case(CPU, backend=backend, **sizes))
+    assert [number.value for number in rows if number.name == "changed in a second run"] == [count] * 2
+    assert [number.fails for number in rows if number.name == "changed in a second run"] == [count > 0] * 2
+    kind = "aten" if backend == "aten" else "triton"
+    expected = [(2, True, kind), (1, False, kind)]
+    assert asked == [(*one, None if kind == "aten" else backend) for one in expected for _ in range(2)]
 
 
 def test_kernels_of_another_gpu_are_unavailable() -> None:

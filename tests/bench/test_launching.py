@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -62,7 +64,7 @@ def test_ranks_of_a_machine_share_cores(alone: None, monkeypatch: pytest.MonkeyP
     assert flags.rank_threads(8) == 2
     for name, value in zip(LAUNCHERS[0], ("5", "8", "1", "4"), strict=True):
         monkeypatch.setenv(name, value)
-    assert flags.rank_threads(8) == 4
+    assert flags.rank_threads(8) == 4 and flags.rank_threads(2) == 8  # a ring of the first two ranks
 
 
 @pytest.mark.parametrize(
@@ -104,8 +106,9 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
     names: tuple[str, ...], address: str | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable
-        monkeypatch.delenv(name)
+        monkeypatch.setenv(name, "eth1")  # so that monkeypatch restores the variable
+        if address is None or name.startswith("GLOO"):
+            monkeypatch.delenv(name)
     for name, value in zip(names, ("0", "1", "0", "1"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
@@ -113,11 +116,61 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
         monkeypatch.setenv("MASTER_ADDR", address)
     before, place = listening(), LaunchedRank(0, 1, 0, 1)
     process_group._store.cache_clear()
-    with process_group.process_group(place, CPU):
-        used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-        opened = Counter(listening()) - Counter(before)
+    prefixes: list[str] = []
+    prefix_store = process_group.PrefixStore
+    monkeypatch.setattr(
+        process_group, "PrefixStore", lambda prefix, store: prefixes.append(prefix) or prefix_store(prefix, store)
+    )
+    for _ in range(2):
+        with process_group.process_group(place, CPU):
+            used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+            opened = Counter(listening()) - Counter(before)
+        assert not dist.is_initialized()
     process_group._store.cache_clear()
-    assert opened and {*opened} == {"0100007F"} and {*used.values()} == {"lo"}
+    assert opened and {*opened} == {"0100007F"}
+    assert [*used.values()] == ["lo", "lo" if address is None else "eth1"]  # the user's choice stays
+    assert len({*prefixes}) == 2  # a group reads no keys of an earlier one
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:1", "cpu:gloo,cuda:nccl")])
+def test_a_group_on_a_gpu_has_two_backends(
+    device: str, backend: str, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
+    monkeypatch.setattr(process_group, "_store", lambda place: dist.HashStore())
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((*given, named)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    place = LaunchedRank(3, 4, 1, 2)  # of two machines, whose interfaces PyTorch chooses
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="within"), process_group.process_group(place, torch.device(device)):
+        assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & {*os.environ}
+        raise ValueError("within")
+    assert device == "cpu" or calls.pop(0) == device
+    (given, named), ended = calls
+    assert given == backend and ended == "destroyed"
+    assert (named["rank"], named["world_size"], named["timeout"]) == (3, 4, process_group.TIMEOUT)
+
+
+@pytest.mark.parametrize(("torchrun", "gpus", "local_rank", "device"), [
+    (False, 0, 5, "cpu"), (False, 1, 5, "cuda:0"), (True, 4, 3, "cuda:3"), (True, 1, 1, None), (False, 4, 4, None),
+])  # fmt: skip
+def test_every_rank_has_a_gpu_of_its_own(
+    torchrun: bool, gpus: int, local_rank: int, device: str | None, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # srun may show a rank only its own GPU.
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    place = LaunchedRank(local_rank + 8, 16, local_rank, 8)
+    if device is None:
+        with pytest.raises(ValueError, match=f"rank {local_rank + 8} has no GPU: start at most {gpus} ranks"):
+            _ = place.device
+    else:
+        assert str(place.device) == device
+    assert str(place.shared_device("cuda" if gpus else "cpu")) == (f"cuda:{local_rank % gpus}" if gpus else "cpu")
 
 
 def free_port() -> int:
@@ -228,6 +281,11 @@ def test_errors_without_a_peer_are_raised_at_once(monkeypatch: pytest.MonkeyPatc
     for error in (NotImplementedError("no"), torch.OutOfMemoryError("full"), typer.Exit(1), ValueError("wrong")):
         with pytest.raises(type(error)), delay_secondary_errors():
             raise error
+    delays: list[float] = []
+    monkeypatch.setattr(time, "sleep", delays.append)
+    with pytest.raises(RuntimeError, match="connection closed"), delay_secondary_errors():
+        raise RuntimeError("connection closed")
+    assert delays == [process_group.CONSEQUENCE_DELAY]
 
 
 def two_ranks(launcher: str) -> list[str]:
@@ -363,6 +421,67 @@ def test_world_must_match_the_launcher(bench: str, alone: None, monkeypatch: pyt
     done = CliRunner().invoke(cli.app, [*flags, "--world", "2"])
     assert done.exit_code == 2 and ran == [3], done.output
     assert "--world is 2: the launcher started 3 ranks; leave it out" in done.output
+
+
+@pytest.mark.parametrize(("codes", "message"), [
+    ([0, 0], ""), ([0, 1], "rank 1: its traceback"), ([7, None], "rank 0: exit code 7"),
+    ([None, -11], "rank 1: killed by SIGSEGV"),
+])  # fmt: skip
+def test_the_first_failing_rank_is_named(
+    codes: list[int | None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [SimpleNamespace(poll=lambda code=code: code) for code in codes]
+    monkeypatch.setattr(launching, "start_processes", lambda *given: nullcontext((tmp_path, ranks)))
+    (tmp_path / "result").write_bytes(pickle.dumps("of rank 0"))
+    if codes[1] == 1:
+        (tmp_path / "1.error").write_text("its traceback")
+    with pytest.raises(ChildProcessError, match=message) if message else nullcontext():
+        assert launch_processes(2, leave) == "of rank 0"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_leaves_its_result_or_its_traceback(rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launching.ctypes, "CDLL", lambda name: SimpleNamespace(prctl=print))
+    monkeypatch.setattr(sys, "argv", sys.argv)  # to be restored
+    monkeypatch.setenv("RANK", str(rank))
+    for entry, arguments in ((divmod, (7, 2)), (divmod, (7, 0))):
+        (tmp_path / "call").write_bytes(pickle.dumps((["ringattn", "bench"], entry, arguments)))
+        with pytest.raises(SystemExit) if arguments[1] == 0 else nullcontext():
+            launching.run_rank(str(tmp_path), os.getppid())
+    assert sys.argv == ["ringattn", "bench"] and "ZeroDivisionError" in (tmp_path / f"{rank}.error").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"call", f"{rank}.error", *(["result"] if rank == 0 else [])}
+    assert rank or pickle.loads((tmp_path / "result").read_bytes()) == (3, 1)
+
+
+def test_a_rank_whose_starter_has_died_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # It may die before this process asks to be killed with it.
+    options: list[tuple[int, ...]] = []
+    library = SimpleNamespace(prctl=lambda *option: options.append(option))
+    monkeypatch.setattr(launching.ctypes, "CDLL", lambda name: library)
+    with pytest.raises(SystemExit) as ended:
+        launching.run_rank(str(tmp_path), os.getppid() + 1)
+    assert ended.value.code == 1 and options == [(1, signal.SIGKILL)] and not [*tmp_path.iterdir()]
+
+
+def test_ranks_get_their_environment_and_a_session_of_their_own(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a session of its own, a rank is not interrupted by Ctrl-C before this process can end it.
+    started: list[Any] = []
+
+    def popen(command: list[str], *, env: dict[str, str], start_new_session: bool) -> Any:
+        started.append((command, env, start_new_session))
+        return SimpleNamespace(poll=lambda: None, kill=lambda: ended.append("kill"), wait=lambda: ended.append("wait"))
+
+    ended: list[str] = []
+    monkeypatch.setattr(launching.subprocess, "Popen", popen)
+    monkeypatch.setattr(launching, "gpu_sharing_environment", lambda ranks, gpus: {"SHARED": str(ranks)})
+    with launching.start_processes(2, leave, "how") as (folder, _):
+        call = pickle.loads((folder / "call").read_bytes())
+    assert call == (sys.argv, leave, ("how",)) and not folder.exists() and ended == ["kill", "wait"] * 2
+    for rank, (_, env, own_session) in enumerate(started):
+        assert own_session and env["SHARED"] == "2" and env["PYTHONPATH"].split(os.pathsep) == sys.path
+        assert [env[name] for name in LAUNCHERS[0]] == [str(rank), "2", str(rank), "2"]
+        assert (env["MASTER_ADDR"], env["TORCHELASTIC_USE_AGENT_STORE"]) == ("127.0.0.1", "True")
+    assert len({env["MASTER_PORT"] for _, env, _ in started}) == 1
 
 
 def test_a_rank_that_starts_after_its_command_has_ended_is_silent(tmp_path: Path) -> None:

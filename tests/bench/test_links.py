@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common import flags, memory, provenance
-from ringattn.bench.common.result import Result, Row, read_result
+from ringattn.bench.common.ranks import LaunchedRank
+from ringattn.bench.common.result import Result, Row
 from ringattn.bench.links import command as links
 from ringattn.bench.links import measure
 from ringattn.bench.links.measure import (
@@ -89,6 +90,46 @@ def test_a_lost_byte_is_counted_on_every_rank(monkeypatch: pytest.MonkeyPatch) -
     assert wrong == {"0->1": 3, "1->2": 0, "2->0": 0, "0<->1": 3, "1<->2": 3, "0<->2": 0, "all": 3}
 
 
+class Losing(LocalTransport):
+    """Transport that delivers nothing."""
+
+    def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
+        return DONE
+
+
+def test_a_transfer_that_delivers_nothing_has_only_wrong_bytes() -> None:
+    ends = measure.RankTransfers(Losing(single_rank(), CPU), transfer_patterns(1)[0], 1000, CPU)
+    assert [ends.count_wrong_bytes(turn) for turn in (0, 0, 1)] == [1000] * 3
+
+
+def test_the_slowest_rank_and_all_wrong_bytes_count() -> None:
+    gathered: list[Any] = []
+    transport: Any = SimpleNamespace(gather=lambda value: gathered.append(value) or [(0.25, 1), (0.5, 2), (None, 4)])
+    calls: list[Any] = []
+    ends: Any = SimpleNamespace(
+        is_participant=False, count_wrong_bytes=lambda turn: 10 + turn, run=lambda count: calls.append(("run", count)),
+        enqueue=lambda count: calls.append(count),
+    )  # fmt: skip
+    config = LinksConfig((), iters=4, warmup=3, checks=2)
+    assert measure._timed(transport, ends, config, CPU) == (0.5, 7) and calls == [("run", 3), 4]
+    assert gathered == [None, (None, 10 + 11)]
+    assert measure._timed(transport, ends, replace(config, checks=0, warmup=0), CPU) == (0.5, None)
+    assert calls[2:] == [("run", 1), 4]
+
+
+def test_a_transport_that_one_rank_cannot_open_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    opened = SimpleNamespace(close=lambda: closed.append(1))
+    monkeypatch.setattr(measure, "open_transports", lambda *_, **named: (opened,))
+    problems = ["", "no NIC"]
+    monkeypatch.setattr(measure, "open_control", lambda group: SimpleNamespace(gather=lambda own, what: problems))
+    group: Any = SimpleNamespace(size=lambda: 2)
+    assert measure.open_or_explain(group, "nccl", CPU, Limits()) == "rank 1: no NIC" and closed == [1]
+    problems[1] = ""
+    found: Any = measure.open_or_explain(group, "nccl", CPU, Limits())
+    assert found is opened and closed == [1]
+
+
 def test_a_transfer_takes_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "transfer_seconds", lambda enqueue, device, timer: 8e-3)
     config = LinksConfig(("local",), sizes=(8,), iters=4, checks=0)
@@ -114,9 +155,10 @@ def test_events_are_recorded_after_the_busy_kernel(monkeypatch: pytest.MonkeyPat
 
 
 def test_only_nccl_is_swept() -> None:
-    config = LinksConfig((), channels=(None, 4, 16), ctas=(None, 8))
+    config = LinksConfig((), channels=(None, 4, 8, 16), ctas=(None, 8))
     assert list(measure.transport_limits("nccl", config)) == [
-        Limits(), Limits(ctas=8), Limits(channels=4), Limits(channels=4, ctas=8), Limits(channels=16),
+        Limits(), Limits(ctas=8), Limits(channels=4), Limits(channels=4, ctas=8), Limits(channels=8),
+        Limits(channels=8, ctas=8), Limits(channels=16),
     ]  # fmt: skip
     for name in ("nccl_one_sided", "process_group", "local"):
         assert list(measure.transport_limits(name, config)) == [Limits()]
@@ -142,7 +184,7 @@ class Slow:
         self._ends = 0.0
 
     def compute(self) -> None:
-        self.now += 0.02
+        self.now += 0.02 if self._ends <= self.now else 0.03
 
     def mark(self) -> Fence:
         return DONE
@@ -166,7 +208,44 @@ def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) 
     config = LinksConfig((), sizes=(8,), beside="matmul")
     columns = measure.compute_columns(transport, transfer_patterns(1)[0], config, CPU)  # type: ignore[arg-type]
     assert columns["compute alone"] == pytest.approx(20)
-    assert columns["compute slowed"] == pytest.approx(1) and columns["transfer slowed"] == pytest.approx(1, rel=0.1)
+    assert columns["compute slowed"] == pytest.approx(1.5) and columns["transfer slowed"] == pytest.approx(1, rel=0.1)
+
+
+def test_on_a_gpu_steps_count_that_ended_before_the_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, on_side = [0.0], [False]
+    waits: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = 0.1 if on_side[0] else now[0]  # the transfers end after 0.1 s
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(1e3 * (end.at - self.at))
+
+    class Side:
+        def __enter__(self) -> None:
+            on_side[0] = True
+
+        def __exit__(self, *_: object) -> None:
+            on_side[0] = False
+
+    side = SimpleNamespace(wait_event=lambda event: waits.append("begun"), synchronize=lambda: waits.append("side"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Side())
+    monkeypatch.setattr(measure, "synchronize_compute", lambda device: waits.append("compute"))
+    fence = SimpleNamespace(wait=lambda: waits.append("side fence" if on_side[0] else "fence"))
+    ends: Any = SimpleNamespace(post=lambda: fence)
+
+    def step() -> None:
+        now[0] += 0.03
+
+    assert measure._on_gpu(ends, 2, step, CPU, 5) == (pytest.approx(0.1), 3, pytest.approx(0.09))
+    assert waits == ["compute", "begun", "side fence", "side", "compute", "fence", "fence"]
+    assert measure._on_gpu(ends, 1, lambda: now.__setitem__(0, 9.0), CPU, 1)[1:] == (0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -189,31 +268,45 @@ def test_memory_of_messages_is_counted() -> None:
         assert 0.9 * messages * nbytes < peak.bytes < 1.1 * messages * nbytes
 
 
-@pytest.mark.nightly
-def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_P2P_USE_CUDA_MEMCPY", "1")
-    target = tmp_path / "l.json"
-    flags = "-b 1k -e 4k -f 4 -n 2 -w 1 --transport process_group,local"
-    ran = CliRunner().invoke(cli.app, ["bench", "links", *flags.split(), "--json", str(target)])
-    assert ran.exit_code == 0, ran.output
-    assert max(map(len, ran.stdout.splitlines()[:17])) <= 80
-    assert ran.stdout.splitlines()[-1].startswith("best between processes: process_group, ")
-    result = read_result(target)
-    assert {row["transport"] for row in result.rows} == {"process_group", "local"} and len(result.rows) == 2 * 4 * 2
-    assert all(row["algbw"] == row["busbw"] > 0 and row["#wrong"] == 0 for row in result.rows)
-    assert (
-        not result.failed
-        and result.provenance["versions"]
-        and {"timed by clock", "NCCL_P2P_USE_CUDA_MEMCPY=1"} <= {*result.notes}
-    )
-    beside = [row for row in result.rows if row.get("compute")]
-    assert {row["size"] for row in beside} == {4096} and len(beside) == 2 * 4
-    assert all((row["transport"] == "local") == ("inside post" in row.get("compute note", "")) for row in beside)
-    assert all(row["compute alone"] > 0 for row in beside if row["transport"] == "process_group")
+@pytest.mark.parametrize("launched", [False, True])
+def test_virtual_ranks_are_measured_only_without_a_launcher(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"transport": "x", "edge": "all", "#wrong": 0}
+    between: list[Any] = []
+
+    def run(world: int, entry: object, config: LinksConfig, *, device: str) -> Result:
+        between.append((world, entry, config.transports, device))
+        return Result("bench links", measure.UNITS, [row])
+
+    place = LaunchedRank(0, 3, 0, 3) if launched else None
+    monkeypatch.setattr(measure, "launched_rank", lambda: place)
+    monkeypatch.setattr(measure, "run_process_group", run)
+    config = LinksConfig(("process_group", "local"), sizes=(8,), iters=1, warmup=0)
+    result = measure.measure_everywhere(3, config)
+    assert between == [(3, measure.measure_links, config.transports if launched else ("process_group",), "cpu")]
+    assert len(result.rows) == (1 if launched else 1 + len(transfer_patterns(3))) and not result.failed
+
+
+@pytest.mark.parametrize(("changes", "launched", "host", "gpu"), [
+    ({}, False, 3 * (2 + 2), 0), ({"checks": 0}, True, 3 * 2, 0),
+    ({"device": "cuda"}, True, 0, 12), ({"device": "cuda"}, False, 0, 3 * 12),  # virtual ranks share one GPU
+    ({"device": "cuda", "transports": ("nccl",)}, False, 0, 12),
+])  # fmt: skip
+def test_messages_of_all_ranks_must_fit(
+    changes: dict[str, Any], launched: bool, host: int, gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(memory, "usable_gpus", lambda ranks: ranks)
+    monkeypatch.setattr(measure, "check_size_fits", lambda *given, **named: asked.append((*given, named)))
+    measure.check_message_fits(replace(LinksConfig(("nccl", "local"), sizes=(8, 100)), **changes), 3, launched=launched)
+    ((option, size, needed, _, named),) = asked
+    assert (option, size, named) == ("-e", 100, {"unit": "bytes", "step": 1 << 20})
+    assert needed(10) == (3 * memory.PROCESS_BYTES + 10 * host, 10 * gpu)
 
 
 @pytest.mark.parametrize(("rows", "message"), [
-    ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes arrived wrong"),
+    ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}, {"transport": "nccl", "edge": "1->0", "#wrong": 0}],
+     "nccl, 0->1: 3 bytes arrived wrong"),
+    ([{"transport": "local", "edge": "all", "#wrong": 1}], "local, all: 1 bytes arrived wrong"),
     ([], "no transport can be opened"),
 ])  # fmt: skip
 def test_wrong_bytes_and_missing_transports_fail(
@@ -248,18 +341,27 @@ def test_compute_beside_a_transfer(text: str, device: str, name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["all", "nccl"])
 def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: Any = []
+    configs, results = list[Any](), list[Any]()
     monkeypatch.setattr(flags, "parse_device_kind", lambda text: "cuda")
     monkeypatch.setattr(flags, "check_transport_flag", lambda *_: None)
-    monkeypatch.setattr(links, "finish_command", lambda *_: None)
-    monkeypatch.setattr(provenance, "provenance", lambda device: {})
-    monkeypatch.setattr(measure, "check_message_fits", lambda *_, launched: None)
+    monkeypatch.setenv("NCCL_P2P_USE_CUDA_MEMCPY", "1")
+    monkeypatch.setattr(links, "finish_command", lambda result, *_: results.append(result))
+    monkeypatch.setattr(provenance, "provenance", lambda device: {"gpu": str(device)})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(
-        measure, "measure_everywhere", lambda ranks, config: configs.append(config) or Result("bench links", {})
+        measure, "check_message_fits", lambda config, ranks, launched: configs.append((ranks, launched))
+    )
+    monkeypatch.setattr(
+        measure,
+        "measure_everywhere",
+        lambda ranks, config: configs.extend((ranks, config)) or Result("bench links", {}),
     )
     words = f"--transport {transport} --channels 4,auto --ctas 8 -n 7 -w 3 -c 2"
     ran = CliRunner().invoke(cli.app, ["bench", "links", *words.split()])
     assert ran.exit_code == 0, ran.output
-    (config,) = configs
+    fits, ranks, config = configs
+    assert fits == (4, False) and ranks == 4
     assert (config.channels, config.ctas, config.must_open) == ((4, None), (8,), transport != "all")
     assert (config.iters, config.warmup, config.checks, config.beside) == (7, 3, 2, FORWARD)
+    assert (config.device, config.timer) == ("cuda", "events") and results[0].provenance == {"gpu": "cuda"}
+    assert {"timed by events", "NCCL_P2P_USE_CUDA_MEMCPY=1"} <= {*results[0].notes}

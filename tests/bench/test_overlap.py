@@ -24,11 +24,12 @@ from ringattn.bench.common.launching import run_process_group
 from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.bench.common.result import Result, Row, read_result
 from ringattn.bench.common.timing import RankTeam, Samples
-from ringattn.bench.overlap import measure
+from ringattn.bench.overlap import command, measure
 from ringattn.bench.overlap.measure import (
     BACKWARD,
     COMMUNICATION,
     COMPUTE,
+    FORWARD,
     PHASES,
     STEP,
     TOGETHER,
@@ -38,7 +39,7 @@ from ringattn.bench.overlap.measure import (
     buffer_verdict,
     sum_phases,
 )
-from ringattn.comm import LocalGroup, LocalTransport
+from ringattn.comm import DONE, Limits, LocalGroup, LocalTransport, Message
 from ringattn.ring.local.rectangles import RectangleBackward, RectangleForward
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -164,25 +165,64 @@ def test_only_the_first_rank_shows_progress(
 ) -> None:
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
     monkeypatch.setattr(RankTeam, "slowest_seconds", lambda team, seconds: seconds)
-    config = OverlapConfig(replace(SMALL, seqlen=24, world=1), ((2, 1, 1),), repeats=1, link_share=None)
-    measure.measure_overlap(LaunchedRank(rank, 2, rank, 2), CPU, config)
+    config = OverlapConfig(replace(SMALL, seqlen=24, world=1), ((3, 2, 1), (3, 0, 2)), repeats=1, link_share=None)
+    made: list[Any] = []
+    monkeypatch.setattr(measure, "Ring", lambda **named: made.append(named) or Ring(**named))
+    result = measure.measure_overlap(LaunchedRank(rank, 2, rank, 2), CPU, config)
     assert ("timing: " in capfd.readouterr().err) is (rank == 0)
+    shared = {"transport": "local", "slots": 3, "limits": Limits()}
+    assert made == [shared | {"prefetch": 2, "chunks": 1}, shared | {"prefetch": 0, "chunks": 2}]
+    columns = [[row[name] for name in ("phase", "slots", "prefetch", "chunks")] for row in result.rows]
+    assert columns == [[phase, *setting] for setting in config.settings for phase in (*PHASES, STEP)]
 
 
-@pytest.mark.nightly
-def test_overlap_of_real_processes(tmp_path: Path) -> None:
-    target = tmp_path / "o.json"
-    flags = "--tokens 64 --heads 4 --kv-heads 2 --head-dim 16 --repeats 2 --slots 1,2 --prefetch 0,1"
-    ran = CliRunner().invoke(cli.app, ["bench", "overlap", *flags.split(), "--json", str(target)])
+def test_every_time_is_in_the_row_of_its_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {COMPUTE: 5.0, COMMUNICATION: 3.0, TOGETHER: 7.0}
+    timed: list[Any] = []
+
+    def run(given: Any, phase: str, kind: str) -> None:
+        timed.append((phase, kind))
+
+    def in_turns(steps: dict[str, Any], *_: object, repeats: int, progress: object) -> dict[str, Samples]:
+        samples = {}
+        for name, step in steps.items():
+            step()
+            phase, kind = timed[-1]
+            samples[name] = Samples((seconds[kind] * (1 + (phase == BACKWARD)) + len(samples) / 64,) * repeats)
+        return samples
+
+    monkeypatch.setattr(measure, "RankPasses", lambda *_: SimpleNamespace(run=lambda *how: run(None, *how)))
+    monkeypatch.setattr(measure, "time_in_turns", in_turns)
+    config, steps = OverlapConfig(SMALL, ((2, 1, 1), (3, 2, 1)), repeats=2), list[Any]()
+    rings: Any = dict.fromkeys(config.settings)
+    rows = measure.overlap_rows(config, rings, CPU, lambda part, more: steps.append((part, more)))
+    # Rings with equal chunks share the runs of compute and communication alone.
+    assert steps == [("timing", 8 * 3)] and len(timed) == 8
+    together = [(row["slots"], row["phase"], row["together"] // 1e3) for row in rows]
+    assert together == [(n, p, 7 * f) for n in (2, 3) for p, f in ((FORWARD, 1), (BACKWARD, 2), (STEP, 3))]
+    for row, factor in zip(rows, (1, 2, 3) * 2, strict=True):
+        assert [row["compute"] // 1e3, row["communication"] // 1e3] == [5 * factor, 3 * factor]
+        hops = (2 if row["phase"] == STEP else 1) * SMALL.world
+        assert row["bound"] == pytest.approx(1.05 * row["compute"] + row["compute"] / hops)
+
+
+def test_a_still_transport_counts_the_busier_direction() -> None:
+    still = measure.StillTransport(Mock(rank=5))
+    small, large = (Message(0, torch.empty(n, dtype=torch.uint8)) for n in (3, 5))
+    for sends, receives in (([small], [large]), ([large, small], [large]), ([], [small])):
+        assert still.post(sends=sends, receives=receives) is DONE
+    assert still.nbytes == 5 + 8 + 3 and still.rank == 5
+
+
+def test_settings_that_a_ring_refuses_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Result("bench overlap", measure.UNITS, notes=["measured"])
+    monkeypatch.setattr(command, "run_process_group", lambda *_, **named: measured)
+    words = ["--slots", "1,2", "--prefetch", "0,1", "--chunks", "1", "--json", str(tmp_path / "o.json")]
+    ran = CliRunner().invoke(cli.app, ["bench", "overlap", *words])
     assert ran.exit_code == 0, ran.output
-    result = read_result(target)
-    settings = [(row["slots"], row["prefetch"], row["chunks"]) for row in result.rows if row["phase"] == STEP]
-    assert settings == [(s, p, c) for c in (1, 2) for s, p in ((1, 0), (2, 0), (2, 1))]
-    assert all(row["bound"] > row["compute"] > 0 and row["communication"] > 0 for row in result.rows)
-    assert len({row["compute"] for row in result.rows if row["phase"] == STEP}) == 2  # one value per number of chunks
-    assert "skipped: prefetch is 1: with 1 slots it must be between 0 and 0" in ran.stdout
-    assert "over process_group, link throttled to" in ran.stdout
-    assert "not measured" in result.notes[-1] and result.provenance["versions"]
+    result = read_result(tmp_path / "o.json")
+    reason = "skipped: prefetch is 1: with 1 slots it must be between 0 and 0"
+    assert result.notes == [reason, "measured"] and result.provenance["versions"]
 
 
 def measured(config: OverlapConfig, seconds: float) -> list[Any]:

@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
+from ringattn.bench.common import theme
 from ringattn.bench.common.result import Result, read_result
 from ringattn.bench.kernels.speed import UNITS
+from ringattn.bench.predict import alternatives
 from ringattn.bench.predict.inputs import speed_from_file
 from ringattn.bench.predict.links import parse_link
 from ringattn.bench.predict.predicted_call import PredictedCall
@@ -53,10 +55,14 @@ def test_packed_documents_are_faster_than_contiguous_shards() -> None:
 
 REFUSED = {
     "--tflops nan": "--tflops is nan: it must be",
+    "--tflops 0": "--tflops is 0: it must be a positive, finite number of TFLOP/s",
+    "--tflops 300 --backward-tflops nan": "--backward-tflops is nan: it must be",
     "--backward-tflops 300": "--backward-tflops has no effect without --tflops",
     "--jitter nan": "jitter is nan: it must be between 0 and 1, where 0.05 is 5%",
     "--jitter 0.1 --gpus 256": "slow and jitter support rings of at most 128 GPUs, not 256",
     "--slow 3": "'3' is not RANK=FACTOR",
+    "--slow 3=0.5": "slow is 3=0.5: the factor must be between 1 and 1,000",
+    "--slow 3=1001": "slow is 3=1001: the factor must be between 1 and 1,000",
     "--slow 9=2": "slow has rank 9: the rank must be between 0 and 7",
     "--slow 8=2": "slow has rank 8: the rank must be between 0 and 7",
     "--gpu abacus": "it must be one of h100",
@@ -80,6 +86,7 @@ REFUSED = {
     "--trace t.json --gpus 256": "--trace draws every rank, so at most 128 GPUs are allowed, not 256",
     "--trace t.json --jitter 0.1": "--trace draws one run, but --jitter needs several",
     "--picture map.png": "--picture has no effect without --sweep",
+    "--sweep tokens=1k..2k,gpus=8..2": "does not have the form tokens=1k..128k,gpus=2..16k",
     "--sweep tokens=1k": "does not have the form tokens=1k..128k,gpus=2..16k",
     "--sweep tokens=1k..1k,gpus=2..32k": "gpus in --sweep is 32,768: it must be at most 16,384",
     "--sweep tokens=1k..1k,gpus=2..16 --world 6": "--sweep has 8 GPUs: use a multiple of 6",
@@ -135,8 +142,11 @@ def test_text_of_a_large_ring_fits_a_terminal() -> None:
 
 
 def test_columns_depend_on_the_flags() -> None:
+    (needed,) = [note for note in results(*TWO)["notes"] if "for 90% of ideal by the flat ring" in note]
+    assert re.search(r": [\d,]+$", needed)
     both, alone, jitter = own(*TWO), own(*TWO, "--pass", "forward"), own("--jitter", "0.1", *TWO)
     assert alone["fwd"] == both["fwd"] and "bwd" not in alone and alone["exposed"] < both["exposed"]
+    assert alone["TFLOP/s"] * alone["fwd"] == pytest.approx(both["TFLOP/s"] * (both["fwd"] + both["bwd"]) / 3.5)
     assert 0 < jitter["spread"] < jitter["fwd"] + jitter["bwd"] and "spread" not in both
 
 
@@ -167,13 +177,13 @@ def test_memory_of_a_forward_alone() -> None:
 @pytest.mark.parametrize(
     ("gpu", "peak"), [("B200", 2250), ("L40S", 362), ("A10", 125), ("h100-PCIe", 756), ("H100", 989)]
 )
-def test_presets_ignore_case(gpu: str, peak: int) -> None:
-    result = results(*TWO, "--gpu", gpu, "--link", "NVLink4")
-    assert result["provenance"]["speed"]["peak"] == peak * 1e12
-    assert result["provenance"]["links"]["inside"]["source"].startswith("450 GB/s")
+def test_presets_ignore_case(gpu: str, peak: int, tmp_path: Path) -> None:
+    done = invoke(*TWO, "--gpu", gpu, "--link", "NVLink4", "--json", str(tmp_path / "p.json"))
+    used = read_result(tmp_path / "p.json").provenance
+    assert used["speed"]["peak"] == peak * 1e12 and used["links"]["inside"]["source"].startswith("450 GB/s")
     forward, backward = default_kernel_shares(GPU_MODELS[gpu.lower()].arch, 128)
     rate = f"{forward:.0%} of the peak of {peak} TFLOP/s forward, {backward:.0%} backward, the instruction bound of"
-    assert rate in " ".join(invoke(*TWO, "--gpu", gpu).output.split())
+    assert rate in " ".join(done.output.split())
 
 
 def test_default_kernels_have_a_rate_at_every_head_dim_on_every_gpu() -> None:
@@ -285,6 +295,27 @@ def test_sweep_draws_a_map(tmp_path: Path) -> None:
     assert "<svg" in target.read_text()
 
 
+def test_the_summary_of_a_map_is_of_its_largest_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    percents = {2: {1024: 95.0, 2048: 96.0}, 8: {1024: 50.0, 2048: 90.0}, 16: {1024: None, 2048: 91.25}}
+    figures: list[Any] = []
+    monkeypatch.setattr(alternatives, "sweep_percents", lambda *_: percents)
+    monkeypatch.setattr(theme, "write_figure", lambda figure, target, dpi: figures.append((figure, target)))
+    target = tmp_path / "map.png"
+    done = invoke("--sweep", "tokens=1k..2k,gpus=2..16", "--picture", str(target), "--json", str(tmp_path / "m.json"))
+    assert done.output.startswith("90% of ideal on 16 GPUs: 2k tokens per GPU\n"), done.output
+    result = read_result(tmp_path / "m.json")
+    assert [[*row.values()] for row in result.rows] == [["2", 95.0, 96.0], ["8", 50.0, 90.0], ["16", None, 91.25]]
+    assert result.notes[0].startswith("empty cells at 16 GPUs: ") and result.notes[-1] == f"picture: {target}"
+    ((figure, drawn_to),) = figures
+    axes = figure.axes[0]
+    cells = {text.get_position(): text.get_text() for text in axes.texts}
+    assert drawn_to == target and cells == {
+        (0.5, 0.5): "95", (1.5, 0.5): "50", (2.5, 0.5): "-", (0.5, 1.5): "96", (1.5, 1.5): "90", (2.5, 1.5): "91",
+    }  # fmt: skip
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "8", "16"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1k", "2k"]
+
+
 GPU = {"name": "NVIDIA H200", "multiprocessors": 132, "memory_gib": 140.0}
 
 
@@ -305,6 +336,7 @@ ROWS = [
     number("forward with state", 903.0, 8192),
     number("forward", 120.0, 8192, dtype="float32"),
     {"pass": "forward", "by": "flash", "rate": None, "note": "why"},
+    number("forward", 250.0, 16384, heads="2/2"),
 ]
 
 
@@ -319,6 +351,7 @@ def result_file(folder: Path, rows: list[dict[str, Any]], **provenance: Any) -> 
     (PredictedCall(8192, 8), 400), (PredictedCall(131072, 8), 500), (PredictedCall(8192, 8, head_dim=64), 350),
      # head dim before length
     (PredictedCall(8192, 8, mask=Mask()), 510), (PredictedCall(8192, 8, dtype="float32"), 120),  # mask before length
+    (PredictedCall(16384, 8, heads=2, kv_heads=1), 250),
 ])  # fmt: skip
 def test_the_nearest_row_of_a_file_is_used(call: PredictedCall, rate: float, tmp_path: Path) -> None:
     assert {*ROWS[0]} < {*UNITS}  # `bench kernels` writes these columns
@@ -366,6 +399,9 @@ def test_links_of_presets_numbers_and_files(tmp_path: Path) -> None:
     ]  # fmt: skip
     link = parse_link(str(result_file(tmp_path, LINK_ROWS + others)))
     assert (link.rate, link.latency) == (pytest.approx(2e9), pytest.approx(1e-3))
+    convex = [transfer(1 << 20, 1e2), transfer(1 << 21, 3e2)]  # a latency is not negative
+    link = parse_link(str(result_file(tmp_path, convex)))
+    assert link.latency == 0.0 and link.rate > 0
     one_way = [transfer(1 << 20, 1e3, way="one way")]
     assert parse_link(str(result_file(tmp_path, one_way))).rate == pytest.approx((1 << 20) / 1e-3)
 

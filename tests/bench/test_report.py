@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
@@ -189,6 +190,20 @@ def test_every_row_has_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(rows) and all(len(row) <= 1 for row in rows)
 
 
+def test_every_kind_of_bar_has_its_colour() -> None:
+    bars = {
+        ("compute", "forward"): LIGHT.compute, ("compute", "backward"): LIGHT.backward, ("wait", "forward"): LIGHT.wait,
+        ("send", "backward"): LIGHT.send, ("receive", "forward"): LIGHT.receive, ("slot 0", "forward"): LIGHT.slot,
+        ("dK/dV slot 1", "backward"): LIGHT.sums,
+    }  # fmt: skip
+    assert {bar: drawing._colour(Event(0, *bar, 0, 0.0, 1.0)) for bar in bars} == bars
+    figure = drawing.draw_timeline_figure([timeline("measured")])
+    legend = {patch.get_label(): to_hex(patch.get_facecolor()) for patch in figure.legends[0].get_patches()}
+    assert [*legend.values()] == [*bars.values()]
+    middles = {text.get_position()[0] for text in figure.axes[0].texts if text.get_text().startswith("hop ")}
+    assert sorted(middles) == pytest.approx([200, 700, 1200, 1700])
+
+
 @pytest.mark.parametrize("world", [2, 8])
 def test_more_ranks_have_no_slots(world: int) -> None:
     events = tuple(Event(rank, "slot 0", "forward", 0, 0, 1, "K/V of 0") for rank in range(world))
@@ -255,3 +270,4 @@ def test_legends_are_outside_of_the_axes() -> None:
 
 def test_provenance_without_a_commit() -> None:
     assert plain_text({"version": "1", "commit": None, "modified": None}) == "version 1"
+    assert plain_text({"gpus": [0, {"links": 2.5}], "nics": None}) == "gpus 0, links 2.5"

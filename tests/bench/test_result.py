@@ -36,7 +36,7 @@ def test_duplicate_notes_are_printed_once() -> None:
 def test_table_leaves_out_columns_from_the_right_and_names_them() -> None:
     lines = FOUND.text(60).splitlines()
     assert max(map(len, lines[:3])) <= 60
-    assert lines[1].split() == ["0", "->", "1", "12.35", "yes"]
+    assert lines[1].split() == ["0", "->", "1", "12.35", "yes"] and lines[2].split() == ["1", "->", "0"]
     assert "remark" in lines[3] and lines[-1] == "best: 0 -> 1"
     assert "x" * 40 in FOUND.text(100)
 
@@ -54,10 +54,13 @@ def test_files_read_back(tmp_path: Path) -> None:
     assert (tmp_path / "r.csv").read_text().splitlines()[0] == "edge,GB/s,checked,remark"
 
 
-def test_failure_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("json", [None, "-"])
+def test_failure_ends_with_exit_code_1(json: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
-        finish_command(replace(FOUND, failed=["edge 0 -> 1 is wrong"]))
-    assert ended.value.exit_code == 1 and "FAILED: edge 0 -> 1 is wrong" in capsys.readouterr().out
+        finish_command(replace(FOUND, failed=["edge 0 -> 1 is wrong"]), json)
+    out, err = capsys.readouterr()
+    assert ended.value.exit_code == 1 and "FAILED: edge 0 -> 1 is wrong" in (err if json else out)
+    assert ("FAILED" in out) != bool(json) and (not json or out.startswith("{"))
 
 
 def test_a_failure_ends_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

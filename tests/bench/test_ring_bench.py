@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,17 +22,20 @@ from ringattn.bench.common.cases import UnavailableError
 from ringattn.bench.common.launching import run_process_group
 from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS, ONE_DEVICE, OURS, ULYSSES
 from ringattn.bench.common.ranks import LaunchedRank
-from ringattn.bench.common.result import Result, Row, read_result
-from ringattn.bench.ring import candidates, command, measure
+from ringattn.bench.common.result import Result, Row
+from ringattn.bench.common.timing import RankTeam, Samples
+from ringattn.bench.ring import baselines, candidates, command, measure
 from ringattn.bench.ring.candidates import (
-    CONTEXT_PARALLEL,
     Candidate,
     CandidateSetting,
 )
 from ringattn.bench.ring.measure import RingConfig, crossover_notes, fastest_ring_note, measure_rings
 from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.comm.group_cache import get_group_cache
+from ringattn.kernels import FULL
 from ringattn.ring import Ring, ring_attention
+
+from ..support.rank_processes import group_results
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -45,78 +48,75 @@ def by_name(result: Result) -> dict[str, Any]:
     return {row["candidate"]: row for row in result.rows}
 
 
-@pytest.mark.nightly
-def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
-    flags = "--seqlen 256,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --layout zigzag,striped --batch 2"
-    by = "ringattn,baseline,all-gather,Ulysses,PyTorch"  # other libraries take long to import
-    ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--by", by, "--json", str(tmp_path / "r.json")])
-    assert ran.exit_code == 0, ran.output
-    result = read_result(tmp_path / "r.json")
-    assert not result.failed and result.provenance["versions"]
-    for tokens in (256, 512):
-        rows = by_name(Result("", {}, [row for row in result.rows if row["tokens"] == tokens]))
-        rings = [f"{OURS} {layout}" for layout in ("zigzag", "striped")]
-        assert {ONE_DEVICE, *rings, BASELINE, ALL_GATHER, ULYSSES} <= set(rows)
-        assert all(row["over tolerance"] == "" and row["error"] < 1e-4 for row in rows.values())
-        for part, names in (("exposed", (*rings, BASELINE, ALL_GATHER, ULYSSES)), ("compute", rings)):
-            ratios = [rows[name][part] / rows[name]["time"] for name in names if rows[name][part] is not None]
-            assert all(0 <= ratio <= 1 for ratio in ratios), part  # the part is missing if the machine was busy
-        kv, queries = 2 * 2 * 2 * 16 * 4, 2 * 4 * 16 * 4  # bytes per token of both batch rows
-        assert rows[ALL_GATHER]["sent"] * 1e6 == tokens // 2 * 2 * kv  # K/V sent, fp32 dK/dV returned
-        assert rows[ULYSSES]["sent"] * 1e6 == tokens // 2 * (4 * queries + 2 * kv) // 2
-        assert rows[rings[0]]["sent"] * 1e6 == tokens // 2 * 3 * kv  # the local dK/dV never leave
-        assert rows[BASELINE]["sent"] * 1e6 == tokens // 2 * 4 * kv
-        flops = 2 * 3.5 * 4 * 16 * 4 * tokens * (tokens + 1) / 2
-        for name, ranks in ((ONE_DEVICE, 1), (rings[0], 2)):
-            row = rows[name]
-            assert row["rate of a rank"] == pytest.approx(flops / (row["time"] / 1e3) / ranks / 1e12)
-            assert row["of ideal"] == pytest.approx(100 * rows[ONE_DEVICE]["time"] / 2 / row["time"])
-            assert row["throughput"] == pytest.approx(2 * tokens / (row["time"] / 1e3))
-    assert measure.ONE_RUN_NOTE in result.notes
-    assert f"not available: {CONTEXT_PARALLEL}: it needs a GPU, because it cannot shard" in ran.stdout
-    assert [note.split()[2] for note in result.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
-    assert result.notes[-1].startswith("best: ")
+P, HEADS, KV_HEADS, DIM, BATCH = 4, 8, 4, 16, 2
+DOCUMENTS = (0, 20, 20, 45, 64)
+PROBLEM = AttentionConfig(64, P, BATCH, HEADS, KV_HEADS, DIM)
+CONFIGS = (
+    RingConfig((PROBLEM, replace(PROBLEM, seqlen=128, causal=False)), ("zigzag",), 1, WAYS),
+    RingConfig((replace(PROBLEM, cu_seqlens=DOCUMENTS),), ("packed", "per-document"), 1, (OURS, ALL_GATHER, BASELINE)),
+    RingConfig((replace(PROBLEM, kv_heads=1),), ("zigzag",), 1, ("Ulysses 4", BASELINE), bytes_per_second=1e6),
+)
 
 
-@pytest.mark.nightly
-def test_packed_documents_in_real_processes(tmp_path: Path) -> None:
-    """Compare that candidates mask documents, and that the packed layout sends less than a zigzag per document."""
-    flags = "--seqlen 512 --cu-seqlens 0,200,200,320,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1"
-    ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--json", str(tmp_path / "r.json")])
-    assert ran.exit_code == 0, ran.output
-    rows = by_name(read_result(tmp_path / "r.json"))
-    packed, zigzag = f"{OURS} packed", f"{OURS} per-document"
-    assert {*rows} >= {ONE_DEVICE, packed, zigzag, ALL_GATHER, ULYSSES, "Ulysses 2 x ring 1"}
-    assert all(row["over tolerance"] == "" and row["error"] < 1e-4 for row in rows.values())
-    assert rows[packed]["sent"] < rows[zigzag]["sent"]
-    pairs = sum(n * (n + 1) // 2 for n in (200, 120, 192))
-    assert rows[packed]["rate of a rank"] * rows[packed]["time"] == pytest.approx(3.5 * 4 * 16 * 4 * pairs / 2 / 1e9)
-    assert f"not available: {BASELINE}" in ran.stdout
+def measure_and_count_open_rings(rank: int) -> list[tuple[Result, int, int]]:
+    """Measure every configuration, and count the groups and rings that are still open after each."""
+    assert RankTeam().slowest_seconds(float(rank)) == P - 1
+    results = []
+    for config in CONFIGS:
+        result = measure_rings(LaunchedRank(rank, P, rank, P), CPU, config)
+        groups = dist.distributed_c10d._world.pg_map
+        rings = [value for group in groups for value in get_group_cache(group).values() if isinstance(value, Ring)]
+        results.append((result, len(groups), len(rings)))
+    return results
 
 
-def measure_and_count_open_rings(place: LaunchedRank, device: torch.device, config: RingConfig) -> Result:
-    """Measure, and note the number of groups and rings that are still open."""
-    result = measure_rings(place, device, config)
-    groups = dist.distributed_c10d._world.pg_map
-    rings = [value for group in groups for value in get_group_cache(group).values() if isinstance(value, Ring)]
-    return replace(result, notes=[f"{len(groups)} group, {len(rings)} rings"])
-
-
-@pytest.mark.nightly
-def test_meshes_are_closed_after_each_length() -> None:
-    # The links are slow, and both ranks share one key head.
-    problems = tuple(AttentionConfig(tokens, 2, heads=4, kv_heads=1, head_dim=16) for tokens in (64, 128))
-    result = run_process_group(
-        2, measure_and_count_open_rings, RingConfig(problems, ("zigzag",), 1, (ULYSSES,), bytes_per_second=1e6)
-    )
-    assert result.notes == ["1 group, 0 rings"] and not result.failed
-    rows = {row["tokens"]: row for row in result.rows if row["candidate"] == "Ulysses 2 x ring 1"}
-    for tokens, row in rows.items():
-        # Half of q, out, dout and dq; k and v for the other rank; dk and dv of the other rank's queries.
-        assert row["sent"] * 1e6 == tokens // 2 * (4 * 2 + 4 * 1) * 16 * 4
-        assert row["time"] > row["sent"] * 1e6 / 1e6 * 1e3
-        assert row["error"] < 1e-4
-    assert len(rows) == 2
+def test_all_candidates_agree_and_count_what_they_send() -> None:
+    ranks = group_results(P, measure_and_count_open_rings)
+    only_rank_0 = dict.fromkeys(("error", "over tolerance"))
+    for number, (result, groups, rings) in enumerate(ranks[0]):
+        assert not result.failed and (groups, rings) == (1, 0)
+        assert all(row["over tolerance"] == "" and 0 < row["error"] < 1e-5 for row in result.rows)
+        for other, _, _ in (rank[number] for rank in ranks):  # times and peaks are those of the slowest rank
+            assert [row | only_rank_0 for row in other.rows] == [row | only_rank_0 for row in result.rows]
+    plain, packed, mesh = (result for result, _, _ in ranks[0])
+    assert measure.ONE_RUN_NOTE in plain.notes and "over process_group, 1 threads each, medians of 1" in plain.notes[0]
+    kv, queries = 2 * BATCH * KV_HEADS * DIM * 4, BATCH * HEADS * DIM * 4  # bytes per token
+    for tokens in (64, 128):
+        rows, shard = by_name(Result("", {}, [row for row in plain.rows if row["tokens"] == tokens])), tokens // P
+        exchanged = 2 * queries + kv  # times the share that leaves the rank
+        assert {name: row["sent"] * 1e6 / shard for name, row in rows.items()} == pytest.approx({
+            ONE_DEVICE: 0,
+            f"{OURS} zigzag": 3 * (P - 1) * kv,  # the local dK/dV never leave
+            BASELINE: (2 * (P - 1) + P) * kv,
+            ALL_GATHER: 2 * (P - 1) * kv,  # K/V sent, fp32 dK/dV returned
+            ULYSSES: 2 * exchanged * (P - 1) / P,
+            "Ulysses 2 x ring 2": 2 * exchanged / 2 + 3 * kv,  # half of the heads of two shards
+            "Ulysses 4 x ring 1": 2 * exchanged * (P - 1) / P,
+        })  # fmt: skip
+        assert not [name for name, row in rows.items() if (row["exposed"] == 0) != (name == ONE_DEVICE)]
+        pairs = tokens * (tokens + 1) / 2 if tokens == 64 else tokens**2
+        for name, row in rows.items():
+            seconds, count = row["time"] / 1e3, 1 if name == ONE_DEVICE else P
+            assert row["rate of a rank"] == pytest.approx(
+                3.5 * 4 * DIM * HEADS * BATCH * pairs / seconds / count / 1e12
+            )
+            assert row["of ideal"] == pytest.approx(100 * rows[ONE_DEVICE]["time"] / P / row["time"])
+            assert row["throughput"] == pytest.approx(BATCH * tokens / seconds) and row["peak"] >= 0
+            for part in ("exposed", "compute"):  # the part is missing if the machine was busy
+                assert row[part] is None or 0 <= row[part] <= row["time"], (name, part)
+                assert row[part] is None or name != ONE_DEVICE or part == "exposed"
+    rows = by_name(packed)
+    assert {*rows} == {ONE_DEVICE, f"{OURS} packed", f"{OURS} per-document", ALL_GATHER}
+    assert f"not available: {BASELINE}: it is not set up for packed documents here" in packed.notes
+    assert 0 < rows[f"{OURS} packed"]["sent"] < rows[f"{OURS} per-document"]["sent"]
+    pairs = sum(n * (n + 1) // 2 for n in (20, 25, 19))
+    row = rows[f"{OURS} packed"]
+    assert row["rate of a rank"] * row["time"] == pytest.approx(3.5 * 4 * DIM * HEADS * BATCH * pairs / P / 1e9)
+    row = by_name(mesh)["Ulysses 4 x ring 1"]
+    # Three quarters of q, out, dout and dq; k and v for each other rank; dk and dv of each other rank's queries.
+    assert row["sent"] * 1e6 == 16 * 3 * (4 * queries // 4 + 4 * BATCH * DIM * 4)
+    assert "at 1.00 MB/s" in mesh.notes[0] and row["time"] > row["sent"] * 1e3
+    assert f"not available: {BASELINE}: --bytes-per-second slows down only our rings" in mesh.notes
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -136,7 +136,7 @@ def test_every_length_runs_in_its_own_processes(launched: bool, monkeypatch: pyt
         monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(command, "run_process_group", spawned)
     monkeypatch.setattr(command, "launched_rank", lambda: LaunchedRank(0, 1, 0, 1) if launched else None)
-    ran = CliRunner().invoke(cli.app, ["bench", "ring", "--world", "1", "--seqlen", "512,256", "--device", "cpu"])
+    ran = CliRunner().invoke(cli.app, ["bench", "ring", "--world", "1,1", "--seqlen", "512,256", "--device", "cpu"])
     assert ran.exit_code == 0, ran.output
     assert lengths == ([[256, 512]] if launched else [[256], [512]])
     assert ("peaks after the first length are upper bounds" in ran.output) == launched
@@ -156,13 +156,6 @@ def test_repeated_heads_keep_their_key_head(heads: int, kv_heads: int) -> None:
     order = candidates.repeated_head_order(heads, kv_heads).tolist()
     assert sorted(order) == list(range(heads))
     assert [head // (heads // kv_heads) for head in order] == [index % kv_heads for index in range(heads)]
-
-
-@pytest.mark.nightly
-def test_three_ranks_and_a_full_mask() -> None:
-    problem = AttentionConfig(3 * 2 * 40, 3, heads=3, kv_heads=3, head_dim=16, causal=False, layout="contiguous")
-    result = run_process_group(3, measure_rings, RingConfig((problem,), ("contiguous", "striped"), 1))
-    assert not result.failed and {BASELINE, ALL_GATHER, ULYSSES} <= set(by_name(result))
 
 
 UNCOUNTED = 0.05  # of 90 to 105 MB: operators' scratch, gloo's buffers, lse, pieces of half a shard
@@ -218,6 +211,24 @@ def test_time_of_waiting_and_computing_by_kind_of_candidate(monkeypatch: pytest.
     assert split(sent_bytes=0) == (0.0, None) and split() == split(sent_bytes=1) == (None, None) and calls == []
 
 
+def test_parts_longer_than_the_median_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # They come from an extra run, which may be slower.
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    check = measure.CandidateCheck((), 3_000_000, {"out": 0.5, "dq": 0.25}, ["out", "dq"])
+    problem = AttentionConfig(64, 2, 3, heads=4, kv_heads=2, head_dim=16)
+    for parts, columns in (((0.5, 0.25), (500, 250)), ((0.75, 0.0), (None, 0)), ((None, 0.75), (None, None))):
+        monkeypatch.setattr(measure, "split_step_time", lambda *_, parts=parts: parts)
+        made = Candidate(f"{OURS} zigzag", None, lambda *_: _[0], sent_bytes=2_000_000)
+        row = measure.candidate_row(problem, made, check, Samples((0.5,) * 3), 0.2)
+        assert (row["exposed"], row["compute"]) == columns
+    counted = memory_table.candidate_bytes(OURS, problem) / 1e6
+    assert row == {
+        "candidate": f"{OURS} zigzag", "world": 2, "tokens": 64, "time": 500, "spread": 0, "of ideal": 40,
+        "exposed": None, "throughput": 3 * 64 / 0.5, "rate of a rank": 3.5 * problem.flops / 0.5 / 2 / 1e12,
+        "sent": 2, "peak": 3, "counted peak": counted, "compute": None, "error": 0.5, "over tolerance": "out, dq",
+    }  # fmt: skip
+
+
 def test_crossover_and_fastest_ring_notes() -> None:
     all_rows = [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4), *rows(1024, 4, heads=0.6)]
     assert crossover_notes(all_rows) == [
@@ -228,7 +239,6 @@ def test_crossover_and_fastest_ring_notes() -> None:
     assert crossover_notes(rows()) == [] and fastest_ring_note(rows()[:1]) == []
 
 
-@pytest.mark.nightly
 @pytest.mark.usefixtures("rank_zero")
 @pytest.mark.parametrize("name", [BASELINE, LUCIDRAINS])
 def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +253,8 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
 
     available = {ONE_DEVICE: Candidate(ONE_DEVICE, positions, right), name: Candidate(name, positions.clone(), wrong)}
     monkeypatch.setattr(measure, "make_candidates", lambda *_: (available, {"another": "it needs a GPU"}))
+    monkeypatch.setattr(measure, "PeakMemory", lambda device: SimpleNamespace(bytes=0))
+    monkeypatch.setattr(measure, "return_freed_memory", nullcontext)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
     result = measure.measure_problem(setting(problem), RingConfig((problem,), ("zigzag",), 1), 0)
     assert [row["over tolerance"] for row in result.rows] == ["", "out, dq, dk, dv"]
@@ -276,6 +288,71 @@ def test_a_candidate_sets_its_number_of_threads(monkeypatch: pytest.MonkeyPatch)
     tensors = tuple(torch.randn(1, 4, 1, 8) for _ in range(4))
     Candidate("x", torch.arange(4), partial(sdpa_attention, causal=True), threads=3).run(tensors)
     assert threads == [3]
+
+
+def test_gradients_of_other_ranks_are_added_in_fp32() -> None:
+    added: list[Any] = []
+    net: Any = SimpleNamespace(
+        bounds=FULL, queries=lambda x: x, keys=lambda x: x, results=lambda x: x,
+        gradients=lambda x, dtype: added.append((x.dtype, dtype)) or x.to(dtype),
+    )  # fmt: skip
+    leaves = [torch.randn(1, 16, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    torch.autograd.grad(baselines._CollectiveFunction.apply(*leaves, net).sum(), leaves)  # type: ignore[no-untyped-call]
+    assert added == [(torch.float32, torch.bfloat16)] * 2
+
+
+@pytest.mark.usefixtures("rank_zero")
+def test_one_process_uses_the_threads_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = AttentionConfig(64, 4, threads=2, causal=False)
+    for cores, threads in ((16, 8), (5, 5)):
+        monkeypatch.setattr(candidates, "cores", lambda cores=cores: cores)
+        whole = candidates.sdpa_all_cores(setting(problem))
+        assert (whole.name, whole.threads, whole.sent_bytes) == (memory_table.ALL_CORES, threads, 0)
+    one = candidates.sdpa_one_device(setting(problem))
+    assert (one.name, one.threads) == (ONE_DEVICE, 2) and one.positions is not None and len(one.positions) == 64
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    idle = candidates.sdpa_one_device(setting(problem))
+    assert idle.positions is None and idle.run(idle.shards(problem.tensors(), CPU)) == ()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_other_packages_get_their_layout_and_their_order_of_heads(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    calls: list[Any] = []
+
+    def their_attention(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Tensor:
+        calls.append((q, named))
+        return q
+
+    modules: dict[str, Any] = {
+        "ring_flash_attn": {
+            "zigzag_ring_flash_attn_func": lambda *_, **named: ("zigzag", named),
+            "ring_flash_attn_func": lambda *_, **named: ("plain", named),
+        },
+        "ring_attention_pytorch.ring_flash_attention": {"ring_flash_attn": their_attention},
+    }  # fmt: skip
+    for name, fields in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**fields))
+    problem = AttentionConfig(2048 * 4, 2, heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", causal=causal)
+    theirs: Any = candidates.zhuzilin(setting(problem, "cuda"))
+    assert theirs.attend(*[CPU] * 3) == ("zigzag" if causal else "plain", {"causal": causal})
+    layout = problem.layout_by_name("zigzag" if causal else "contiguous")
+    assert torch.equal(theirs.positions, layout.positions(1))
+    theirs = candidates.lucidrains(setting(problem))
+    q = torch.arange(4.0).view(1, 1, 4, 1)
+    assert torch.equal(theirs.attend(q, q, q), q)
+    ((given, named),) = calls
+    # Head i reads key head i % 2 there, and i // 2 here.
+    assert given.flatten().tolist() == [0, 2, 1, 3]
+    assert named == {
+        "causal": causal, "bucket_size": 1024, "ring_reduce_col": True, "striped_ring_attn": causal, "ring_size": 2,
+    }  # fmt: skip
+    assert torch.equal(theirs.positions[:1024], torch.arange(4, 8192, 8))  # of eight buckets
+    with pytest.raises(UnavailableError, match="a multiple of 1024 tokens"):
+        candidates.lucidrains(setting(replace(problem, seqlen=2 * 1536)))
 
 
 def test_candidates_are_chosen_by_name() -> None:
@@ -340,4 +417,12 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
                 )  # two ranks on one GPU
                 for layouts in (["zigzag"], ["zigzag", "contiguous", "striped"])
             )
+            if kinds == [OURS]:
+                q, k = 1024 * 4 * 16 * 4, 1024 * 2 * 16 * 4  # bytes of the whole q and k
+                whole, running = 2 * (q + k), memory_table.candidate_bytes(OURS, problem) - slots
+                ranks = 2 * (whole + q + measure.PROCESS_BYTES + 3 * whole // 2 + slots)  # all inputs, three shards
+                judged, kept = memory_table.judged_bytes(problem), 2 * (3 * whole // 2 + slots)
+                on_cpu = ranks + max(2 * running, whole, judged), 0
+                on_gpu = ranks - kept, kept + 2 * running + max(whole, judged)  # both ranks share it
+                assert single == (on_cpu if device == "cpu" else on_gpu)
             assert three.host + three.gpu - single.host - single.gpu == 2 * shards + more

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.common.memory_table import ALL_CORES, BASELINE, ONE_DEVICE
 from ringattn.bench.common.provenance import provenance
+from ringattn.bench.common.ranks import LAUNCHERS
 from ringattn.bench.common.result import Result, Row, read_result
 from ringattn.bench.links.command import message_sizes
 from ringattn.bench.ring.candidates import select_makers
@@ -69,6 +70,17 @@ def test_a_folder_with_other_results_is_refused(text: str, message: str, tmp_pat
     assert message in str(refused.value) and "results.json" in str(refused.value)
 
 
+@pytest.mark.parametrize("change", [
+    {"ringattn": {"sources": "other"}}, {"versions": {"torch": "1"}}, {"cpu": {"model": "a CPU", "cores": 9}},
+    {"cpu": {"model": "another", "cores": 2}}, {"gpu": {"name": "A", "driver": "2"}},
+    {"gpu": {"name": "B", "driver": "1"}}, {"gpu": None},
+])  # fmt: skip
+def test_a_run_continues_only_on_the_same_code_and_machine(change: dict[str, Any]) -> None:
+    here = HERE | {"gpu": {"name": "A", "driver": "1"}, "cpu": {"model": "a CPU", "cores": 2}}
+    same = here | {"date": "later", "gpu": {"name": "A", "driver": "1", "clocks": {}}}
+    assert suite.run_identity(here) == suite.run_identity(same) != suite.run_identity(here | change)
+
+
 @pytest.mark.parametrize(("flags", "message"), [
     (["--device", "cuda"], "torch finds no CUDA device"),
     (["--only", "nothing"], "--only is 'nothing': no part's name contains it"),
@@ -100,6 +112,7 @@ def leaves(failed: list[str] | None = None, notes: list[str] | None = None) -> s
 def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The part that hangs has a child in another session, which must end, too.
     monkeypatch.setattr(part_processes, "GRACE_SECONDS", 60.0)
+    (tmp_path / "silent.json").write_text(json.dumps(results()))  # of an earlier run
     child = CHILD.format(repr(HANGS)) + f"open({str(tmp_path / 'child')!r}, 'w').write(str(p.pid)); "
     result = run(
         [
@@ -112,7 +125,7 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
             part("absent", missing_reason="no GPU"),
             part("wrong", FILE, code=leaves(["a is 2"])),
             part("silent", FILE),
-            part("last", code="print('here')"),
+            part("last", code="import os, sys; print('here', os.getsid(0) == os.getpid(), sys.stdin.read() == '')"),
         ],
         tmp_path, budget=500.0,  # the part gets 3 seconds of it
     )  # fmt: skip
@@ -129,7 +142,31 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
         assert words in str(result[name]["found"]), name
     assert "Fatal Python error: Aborted" in (tmp_path / "logs" / "hangs.txt").read_text()  # with the stack of the hang
     assert not Path("/proc", (tmp_path / "child").read_text(), "exe").exists()
-    assert (tmp_path / "logs" / "last.txt").read_text() == "here\n"
+    assert (tmp_path / "logs" / "last.txt").read_text() == "here True True\n"  # Ctrl-C does not reach its session
+
+
+@pytest.mark.parametrize(("given", "words", "text", "outcome"), [
+    (9.0, (), "one\nlast line\n", ("failed", "it was killed after 9 s: last line")),
+    (8.9, (), "", ("out of time", "it was killed after 9 s")),
+    (99.0, (SECONDS,), "", ("out of time", "it was killed after 99 s")),  # its command chose how long it ran
+])  # fmt: skip
+def test_a_part_that_overran_its_time_has_failed(
+    given: float, words: tuple[str, ...], text: str, outcome: tuple[str, str]
+) -> None:
+    assert part_processes.timeout_outcome(part("x", *words, seconds=10.0), given, text) == outcome
+
+
+@pytest.mark.parametrize(("path", "expected"), [("", ["{parent}"]), ("/more", ["{parent}", "/more"])])
+def test_environment_of_a_part(path: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(part_processes, "PACKAGE", tmp_path / "ringattn")
+    cpu, cuda = (part_processes.part_environment(device) for device in ("cpu", "cuda"))
+    assert cpu["PYTHONPATH"].split(os.pathsep) == [place.format(parent=tmp_path) for place in expected]
+    assert (cpu["TRITON_INTERPRET"], cuda["TRITON_INTERPRET"], cpu["CUDA_VISIBLE_DEVICES"]) == ("1", "0", "")
+    assert cuda.get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert cpu["PYTHONFAULTHANDLER"] == cpu["PYTHONUNBUFFERED"] == "1" and cpu["HOME"] == os.environ["HOME"]
+    monkeypatch.setattr(part_processes, "PACKAGE", tmp_path / "clone")
+    assert part_processes.part_environment("cpu")["PYTHONPATH"] == path
 
 
 def test_the_next_call_ends_orphaned_parts(tmp_path: Path) -> None:
@@ -167,6 +204,7 @@ def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
     assert 14 <= budgets[0] <= 15 and 21 <= budgets[1] <= 22 and 40 <= budgets[2] <= 45
     late = run([part("cut", code=HANGS, seconds=0.9), part("late", seconds=50.0)], tmp_path, budget=0.6)
     assert [row["state"] for row in late.values()] == ["out of time", "out of time"]
+    assert str(late["cut"]["found"]).startswith("it was killed after")
     assert late["late"]["found"] == "it takes up to 50 s, but only 0 s were left"
 
 
@@ -231,9 +269,9 @@ def test_nccl_library_is_preloaded_if_ranks_share_a_gpu(monkeypatch: pytest.Monk
     monkeypatch.setenv(suite_parts.NCCL_LIBRARY, "/opt/libnccl.so.2")
     for gpus, before in ((1, ("env", "LD_PRELOAD=/opt/libnccl.so.2")), (2, ())):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        for name in ("nccl-2", "killed nccl"):
-            (found,) = [candidate for candidate in suite_parts.gpu_parts() if candidate.name == name]
-            assert found.command[: len(before)] == before and found.command[len(before)] == PYTHON
+        for found in suite_parts.gpu_parts():
+            needed = before if found.name in ("nccl-2", "killed nccl") else ()
+            assert found.command[: len(needed)] == needed and ("env" in found.command) == bool(needed)
 
 
 def test_parts_of_a_gpu_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +314,10 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         rows = read_result(out / "results.json").rows
         return ran.exit_code, {row["part"]: row["state"] for row in rows}, ran.output
 
+    for name, value in (*zip(LAUNCHERS[0], "0101", strict=True), ("MASTER_ADDR", "here")):
+        monkeypatch.setenv(name, value)  # parts start ranks of their own
     code, states, text = call("--only", "first")
+    assert not {*LAUNCHERS[0], "MASTER_ADDR"} & {*os.environ}
     assert code == 0 and states == {"first": "done"} and (out / "report.html").exists()
     assert "1 parts take at most 25 s" in text and "--budget 480 is enough" in text
     (out / "report.html").unlink()
@@ -291,6 +332,7 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     during = json.loads((out / "logs" / "fails.txt").read_text().rpartition("Traceback")[0])
     assert [row["state"] for row in during["rows"]] == ["done", "not here"]
     assert read_result(out / "results.json").failed == ["fails: exit code 1: ValueError: no"]
+    assert 0 < read_result(out / "results.json").provenance["seconds"] < 400
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts with results" in text and "first" not in text
     assert count.read_text() == "x"

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from ringattn import LocalWorld
 from ringattn.bench.common import launching, memory
 from ringattn.bench.common.attention import AttentionConfig, forward_backward
-from ringattn.bench.common.ranks import LAUNCHERS, launched_rank
+from ringattn.bench.common.memory_table import OURS, candidate_bytes
+from ringattn.bench.common.ranks import LAUNCHERS, LaunchedRank, launched_rank
 from ringattn.bench.common.result import read_result
 from ringattn.bench.predict.links import PRESETS, ClusterLinks
 from ringattn.bench.predict.predicted_call import PredictedCall
@@ -27,7 +28,7 @@ from ringattn.bench.timeline import command as timeline_bench
 from ringattn.bench.timeline import record
 from ringattn.bench.timeline.events import LANES, Event, Timeline, as_chrome, from_chrome, is_same_call
 from ringattn.bench.timeline.record import ClockOffset, measure_clock_offset
-from ringattn.comm import LocalGroup
+from ringattn.comm import LocalGroup, TransportError
 from ringattn.comm.control import open_control
 from ringattn.ring import Mask
 from ringattn.ring.trace import TraceSpan
@@ -38,19 +39,21 @@ PROBLEM = AttentionConfig(seqlen=128, world=4, heads=2, kv_heads=2, head_dim=16)
 CPU = torch.device("cpu")
 EVENTS = (
     Event(0, "compute", "forward", 0, 0.0, 1e-3, "own keys"),
-    Event(0, "wait", "forward", 1, 1e-3, 2e-3),
+    Event(0, "wait", "forward", 1, 1e-3, 1.5e-3),
     Event(0, "compute", "backward", 1, 2e-3, 4e-3),
     Event(1, "compute", "forward", 0, 0.0, 4e-3),
     Event(1, "send", "forward", 0, 0.0, 3e-3, "K/V of 1", 1 << 20),
     Event(1, "slot 1", "forward", 1, 0.25e-3, 1.5e-3, "K/V of 0"),
 )
 TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"command": "ringattn"}, "clock_error": 2e-6})
-"""Rank 0 computes for 3 of 4 ms and waits for 1 ms; rank 1 computes for all 4 ms."""
+"""Rank 0 computes for 3 of 4 ms and waits for 0.5 ms; rank 1 computes for all 4 ms."""
 
 
 def test_a_written_trace_reads_back_unchanged() -> None:
     # A trace has a process per rank and a thread per lane, in microseconds.
     trace = json.loads(json.dumps(as_chrome(TWO_RANKS)))
+    for about in ({}, {"call": {}}, {"call": None}):  # it does not say which call it is of
+        assert not is_same_call(replace(TWO_RANKS, about=about), replace(TWO_RANKS, about=about))
     assert from_chrome(trace) == TWO_RANKS and TWO_RANKS.seconds == pytest.approx(4e-3)
     named = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
     assert [event["args"]["name"] for event in named if event["pid"] == 1] == [*LANES, "slot 1"]
@@ -75,11 +78,27 @@ def test_files_without_a_timeline_are_refused(change: dict[str, Any], message: s
 def test_rows_of_a_timeline() -> None:
     result = timeline_bench.timeline_result(TWO_RANKS)
     assert result.rows == [
-        {"rank": 0, "compute": pytest.approx(3), "wait": pytest.approx(1), "send": 0, "receive": 0, "computing": 75},
+        {"rank": 0, "compute": pytest.approx(3), "wait": pytest.approx(0.5), "send": 0, "receive": 0, "computing": 75},
         {"rank": 1, "compute": 4, "wait": 0, "send": 3, "receive": 0, "computing": 100},
     ]
     assert result.notes == ["two ranks", "clocks of the ranks agree within 2.0e-06 s", "ranks compute 87.5% of 4 ms"]
     assert result.provenance == {"command": "ringattn"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_command_writes_trace_picture_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+    monkeypatch.setattr(record, "run_timeline", lambda *given: recorded.append(given) or TWO_RANKS)
+    trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.png", "rows.json"))
+    words = ["--repeats", "3", "--device", "cpu", "--trace", str(trace), "--out", str(picture), "--json", str(target)]
+    ran = CliRunner().invoke(timeline_bench.app, words)
+    assert ran.exit_code == 0 and "ranks compute 87.5%" in ran.output, ran.output
+    assert from_chrome(json.loads(trace.read_text())) == TWO_RANKS
+    png = picture.read_bytes()
+    assert png[:4] == b"\x89PNG" and int.from_bytes(png[16:20]) == 1400  # pixels, at 140 per inch
+    assert read_result(target).notes[0] == "two ranks"
+    ((place, problem, repeats),) = recorded
+    assert (place, problem.world, problem.seqlen, repeats) == (None, 2, 8192, 3)
 
 
 def test_clocks_of_other_machines_are_aligned_with_rank_0() -> None:
@@ -97,6 +116,20 @@ def test_clocks_of_other_machines_are_aligned_with_rank_0() -> None:
     for rank in (1, 3):
         assert 0 < offsets[rank].error < 30
         assert abs(offsets[rank].seconds + ahead[rank]) <= offsets[rank].error + 1e-6
+
+
+def test_the_fastest_answer_gives_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This clock is 100 s behind. The first question takes 4 s to arrive, the second 1 s; both answers take 2 s.
+    monkeypatch.setattr(record, "ROUNDS", 2)
+    answers = {"answer3/0": (104.0, 105.0), "answer3/1": (121.0, 121.5)}
+    published: list[Any] = []
+    control: Any = SimpleNamespace(rank=3, publish=lambda *given: published.append(given), read_key=answers.get)
+    times = iter([0.0, 7.0, 20.0, 23.5])
+    assert record._ask(control, lambda: next(times)) == ClockOffset((101.0 + 98.0) / 2, (3.5 - 0.5) / 2)
+    assert published == [("question3/0", True), ("question3/1", True)]
+    monkeypatch.setattr(record, "PATIENCE", 0.0)
+    with pytest.raises(TransportError, match="no rank published answer3/9"):
+        record._wait_for_key(control, "answer3/9")
 
 
 def clock_of(rank: int) -> str:
@@ -150,20 +183,25 @@ def test_a_timeline_of_virtual_ranks() -> None:
     assert sent == received and len(sent) == 4 * (3 + 3 + 3)  # K/V of the forward, K/V of the backward, partial dK/dV
 
 
-@pytest.mark.nightly
 @pytest.mark.usefixtures("alone")
-def test_timeline_of_real_processes(tmp_path: Path) -> None:
-    trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.png", "rows.json"))
-    shape = ["--world", "2", "--seqlen", "64", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--device", "cpu"]
-    files = ["--trace", str(trace), "--out", str(picture), "--json", str(target)]
-    ran = CliRunner().invoke(timeline_bench.app, [*shape, *files])
-    assert ran.exit_code == 0, ran.output
-    measured = from_chrome(json.loads(trace.read_text()))
-    assert measured.world == 2 and {event.lane for event in measured.events} >= {*LANES}
-    assert measured.about["provenance"]["command"]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "clocks of the ranks agree" in ran.output
-    assert [row["rank"] for row in read_result(target).rows] == [0, 1]
+@pytest.mark.parametrize(("device", "launched"), [("cpu", False), ("cuda", False), ("cuda", True)])
+def test_virtual_ranks_share_the_memory_of_one_gpu(
+    device: str, launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    place = LaunchedRank(1, 4, 1, 4) if launched else None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(record, "resolve_device", lambda name: torch.device(name))
+    monkeypatch.setattr(record, "check_ranks_fit", lambda option, config, needed: calls.append(needed(config)))
+    monkeypatch.setattr(record, "virtual_timeline", lambda *given: calls.append(given))
+    monkeypatch.setattr(record, "run_process_group", lambda *given, device: calls.append((*given, device)))
+    problem = replace(PROBLEM, device=device)
+    record.run_timeline(place, problem, 3)
+    one = candidate_bytes(OURS, problem)
+    if device == "cuda" and not launched:
+        assert calls == [(0, 4 * one), (problem, torch.device("cuda"), 3)]
+    else:
+        assert calls == [one, (4, record.record_timeline, problem, 3, device)]
 
 
 @pytest.mark.usefixtures("alone")
@@ -229,7 +267,9 @@ def test_the_run_of_median_length_is_kept_after_a_warm_up(monkeypatch: pytest.Mo
         return SimpleNamespace(seconds=next(lengths))
 
     monkeypatch.setattr(record, "gather_timeline", gather)
+    monkeypatch.setattr(record, "_align_start", lambda ring: steps.append("together"))
     alone = replace(PROBLEM, world=1)
     kept = record.virtual_timeline(alone, CPU, 3)
-    assert kept is not None and kept.seconds == 2.0 and len(steps) == 1 + 3
+    assert kept is not None and kept.seconds == 2.0
+    assert [step == "together" for step in steps] == [False, *[True, False] * 3]
     assert gathered == [(f"{alone.title}, CPU", alone.seqlen, True)] * 3

@@ -342,6 +342,7 @@ class FakeCuda(Device):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(strict=False)
         self.calls: list[str] = []
+        self.captured: object = None  # stream of the last capture
         properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         places = {
             "Stream": self.stream, "Event": self.event, "stream": self.using, "current_stream": self.current,
@@ -361,4 +362,5 @@ class FakeCuda(Device):
     @contextmanager
     def _captured(self, graph: object, stream: object = None) -> Iterator[None]:
         self.calls.append("capture")
+        self.captured = stream
         yield
