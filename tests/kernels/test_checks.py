@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringattn.kernels import (
     BlockSparseIndex,
@@ -74,7 +75,17 @@ INPUTS: dict[str, dict[str, Any]] = {
     r"q has head dim 513: it must be between 1 and 512": {"q": zeros(2, 8, 4, 513)},
     r"k has head dim 32 and q has 16: they must be equal": {"k": zeros(2, 6, 2, 32)},
     r"v has shape \[2, 6, 1, 24\] and k has \[2, 6, 2, 16\]: .* must be equal": {"v": zeros(2, 6, 1, 24)},
-    r"k has 3 heads and q has 4: .* must be a multiple of": {"k": zeros(2, 6, 3, 16), "v": zeros(2, 6, 3, 24)},
+    "k has 3 heads and q has 4: .* must be a multiple of the heads of k$": {
+        "k": zeros(2, 6, 3, 16),
+        "v": zeros(2, 6, 3, 24),
+    },
+    r"k has 6 heads and q has 8: .* pass q\.transpose\(1, 2\)": {
+        "q": zeros(2, 4, 8, 16),
+        "k": zeros(2, 2, 6, 16),
+        "v": zeros(2, 2, 6, 24),
+    },
+    "q is a torch.sparse_coo tensor: it must be a dense tensor": {"q": zeros(2, 8, 4, 16).to_sparse()},
+    "q is a FakeTensor on cpu without data": {"q": FakeTensorMode().from_tensor(zeros(2, 8, 4, 16))},
     **{
         rf"softmax_scale is {value!r}: it must be a number from 1e-30 to 1e30".replace("+", r"\+"): {
             "softmax_scale": value

@@ -34,7 +34,7 @@ from ringattn.kernels import (
     launch_plan,
 )
 from ringattn.kernels.bounds import tile_range
-from ringattn.kernels.gpu import assumed_gpu, shared_limit
+from ringattn.kernels.gpu import REGISTERS, assumed_gpu, shared_limit
 from ringattn.kernels.hopper import backward as backward_kernels
 from ringattn.kernels.hopper import step_order
 
@@ -304,6 +304,7 @@ REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
     (forward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* supports only plain scores"),
     (forward, SMALL, with_tile(64, 128, 8, 2), "block_q=64"),
     (forward, SMALL, with_tile(128, 32, 8, 2), "block_k=32"),
+    (forward, SMALL, with_tile(128, 64, 8, 1), "num_stages=1: .* at least 2"),
     (forward, SMALL, with_tile(128, 128, 8, 8), "shared memory"),
     (call_backward, FLOAT32, {}, "q is torch.float32: backward='hopper' supports only float16 and bfloat16"),
     (call_backward, NARROW, {}, "head dim 32 and v has 32: .* head dim 64 or 128, the same"),
@@ -319,6 +320,11 @@ def test_unsuitable_inputs_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         call(x, **options)
+
+
+def test_registers_of_a_multiprocessor_are_shared_by_three_warpgroups() -> None:
+    registers, threads = hopper_forward_launch.THREAD_REGISTERS, 3 * 128
+    assert registers % 8 == 0 and registers * threads <= REGISTERS < (registers + 8) * threads
 
 
 def test_barriers_have_a_kibibyte_of_shared_memory() -> None:

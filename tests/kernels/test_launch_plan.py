@@ -39,7 +39,7 @@ from ringattn.kernels.launch_plan import backward_config, resolve_tile, tile_cri
 from ringattn.kernels.tables import TuningPoint, attach_options
 from ringattn.ring.local import fused
 
-from ..support.kernel_cases import Sizes, check, inputs, ours
+from ..support.kernel_cases import Sizes, check, inputs, interval, ours
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
 
 __all__ = ["folders"]
@@ -158,8 +158,8 @@ def test_options_of_estimates_are_ignored(gpu: Folders) -> None:
 PAIR = torch.zeros(8, dtype=torch.int32)
 
 
-def test_a_launch_uses_the_tile_tuned_for_its_mask(gpu: Folders) -> None:
-    save(gpu[0], entry(), entry(POINT._replace(mask="bounded"), OTHER))
+def test_a_launch_uses_the_tile_tuned_for_its_mask_and_keys(gpu: Folders) -> None:
+    save(gpu[0], entry(), entry(POINT._replace(mask="bounded"), OTHER), entry(POINT._replace(length=8), SMALL))
     q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
     default, fixed = built_in_config(90, q.dtype, 128).forward, KernelConfig(SMALL, SMALL, SMALL)
     used = torch.ones(1, dtype=torch.int32)
@@ -249,10 +249,13 @@ def test_hopper_kernels_do_not_take_tuned_portable_tiles(gpu: Folders, monkeypat
 def backward(single_pass: float | None, fixed: float | None, spread: float = 0.0) -> list[Any]:
     """Return entries: two passes that take 2 ms together, and single passes of the given seconds or an estimate."""
     seconds = {"dq": 1e-3, "dkdv": 1e-3, "single_pass": single_pass, "single_pass_deterministic": fixed}
-    tile, points = Tile(16, 32, 4, 1), {kernel: SMALL_POINT._replace(kernel=kernel) for kernel in seconds}
+    tiles = {**dict.fromkeys(seconds, Tile(16, 32, 4, 1)), "single_pass": SMALL}
+    points = {kernel: SMALL_POINT._replace(kernel=kernel) for kernel in seconds}
     return [
-        estimate(points[kernel], tile) if time is None else entry(points[kernel], tile, seconds=time, spread=spread)
-        for kernel, time in seconds.items()
+        estimate(points[name], tiles[name])
+        if time is None
+        else entry(points[name], tiles[name], seconds=time, spread=spread)
+        for name, time in seconds.items()
     ]
 
 
@@ -278,16 +281,26 @@ def test_a_single_pass_is_used_if_measured_as_faster(
     how = tile_criteria(FULL, Scores())
     two = KernelConfig(SMALL, SMALL, SMALL)
     assert backward_config(two, x.q, x.v, **how) is two
+    config = backward_config(None, x.q, x.v, **how)
+    assert (config is not None and config.backward == "single_pass_deterministic") == single
     for other in ({"plain": False}, {"block": 16}, {"full": False}):  # not measured, so not used
         assert backward_config(None, x.q, x.v, **how | other) is None
+    seen.clear()
+    attention_backward(x.dout, q.detach(), k.detach(), v.detach(), x.dout, x.dlse, bounds=interval("causal", 24, 30))
+    assert "dq_kernel" in seen
 
 
 def test_requested_single_pass_uses_its_measured_tile(gpu: Folders) -> None:
     x = inputs(SIZES)
     save(gpu[0], *backward(1.0, 1.0))
     built_in = single_pass_tile(90, x.q.dtype, 16)
-    for plain, tile, own in ((True, Tile(16, 32, 4, 1), None), (False, built_in, None), (True, TILE, TILE)):
-        requested = KernelConfig(SMALL, SMALL, SMALL, backward="single_pass_deterministic", single_pass=own)
+    for mode, plain, tile, own in (
+        ("single_pass_deterministic", True, Tile(16, 32, 4, 1), None),
+        ("single_pass", True, SMALL, None),
+        ("single_pass", False, built_in, None),
+        ("single_pass_deterministic", True, TILE, TILE),
+    ):
+        requested = KernelConfig(OTHER, OTHER, OTHER, backward=mode, single_pass=own)
         assert resolve_tile("single_pass", requested, x.q, x.v, None, plain=plain) == tile
 
 
@@ -353,8 +366,8 @@ def test_out_of_resources_is_reported_with_the_options() -> None:
         launch.launch(kernel(run), 1, torch.device("cpu"), **launch.tile_options(Tile(64, 32, 4, 2)))
 
 
-def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton itself launches on the current device."""
+def test_a_launch_runs_alone_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton itself launches on the current device, and its interpreter runs only one kernel at a time."""
     current = [torch.device("cuda", 0)]
 
     @contextmanager
@@ -364,9 +377,9 @@ def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPa
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    launched: list[torch.device] = []
-    launch.launch(kernel(lambda: launched.append(current[-1])), 1, torch.device("cuda", 1))
-    assert launched == [torch.device("cuda", 1)] and len(current) == 1
+    launched: list[tuple[torch.device, bool]] = []
+    launch.launch(kernel(lambda: launched.append((current[-1], launch._LOCK.locked()))), 1, torch.device("cuda", 1))
+    assert launched == [(torch.device("cuda", 1), True)] and len(current) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

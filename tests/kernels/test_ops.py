@@ -216,9 +216,17 @@ assert other.default_config(q, v).forward == other.Tile(64, 128, 8, 2), "a table
 """
 
 
+def test_ops_are_named_after_the_package() -> None:
+    packages = {
+        "ringattn.kernels": "ringattn",
+        "vendor.ringattn.kernels": "vendor__ringattn",
+        "a.kernels": "a__kernels",
+    }
+    assert {name: op_namespace(name) for name in packages} == packages
+
+
 @pytest.mark.nightly
 def test_renamed_copies_run_beside_the_original(tmp_path: Path) -> None:
-    assert op_namespace("vendor.ringattn.kernels") == "vendor__ringattn", "of a clone inside another package"
     for place in ("elsewhere", "vendor/attention/fused"):
         shutil.copytree(ROOT / "kernels", tmp_path / place, ignore=shutil.ignore_patterns("__pycache__"))
     point = TuningPoint("forward", "fp32", 16, 16, 2, "full", 64)

@@ -61,8 +61,8 @@ def test_a_table_round_trips() -> None:
 BIG = {"block_q": 128, "block_k": 512, "num_warps": 8, "num_stages": 3}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"version": 2}, "version is 2: this ringattn reads only version 1"),
-    ({"gpu": "sm_80"}, "gpu is sm_80 and arch 90"),
     ({"gpu": "sm_90"}, "gpu is sm_90 and arch 90: "),
+    ({"gpu": "sm_80", "entries": table()["entries"][1:]}, "gpu is sm_80 and arch 90: "),
     ({"triton": "3"}, "triton is '3': it must be a version"),
     ({"entries__0": []}, "entries[0] is []: it must be of type dict"),
     ({"entries__1": table()["entries"][0]}, "two entries have the same kernel"),
@@ -72,6 +72,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"entries__0__tile": BIG}, "at least 524,288 bytes of shared memory, but a block has only 232,448"),
     ({"entries__0__tile__block_q": 48}, "entries[0].tile: block_q is 48: it must be a power of two"),
     ({"entries__0__tile__block_q": 1024}, "tile.block_q and tile.block_k are 1024 and 64: they must be at most 512"),
+    ({"entries__0__tile__block_k": 1024}, "tile.block_q and tile.block_k are 64 and 1024: they must be at most 512"),
     ({"entries__0__tile": ...}, "entries[0].tile is None"),
     ({"entries__0__estimated": True}, "estimated is True and seconds is 0.001"),
     ({"entries__0__seconds": 0}, "seconds is 0: seconds must be null for an estimate"),

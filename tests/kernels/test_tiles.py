@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -156,6 +156,8 @@ def check_loads(loads: Loads, own: list[str], walked: list[str], visible: Tensor
     heads = loads.tensors[own[0]].shape[2]
     every = Counter((first, head) for first in visible_tiles for head in range(heads))
     assert sum(blocks.values(), Counter()) == every, "every block of every head, once"
+    longest_first = sorted(every, key=lambda block: (block[1], block[0] if own[0] == "k" else -block[0]))
+    assert [*chain.from_iterable(blocks[program] for program in sorted(blocks))] == longest_first
     for program, block in blocks.items():
         ((first, head),) = block
         assert all(loads.tiles[name][program] == block for name in own)

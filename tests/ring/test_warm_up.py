@@ -114,6 +114,16 @@ def test_a_kernel_that_another_process_compiles_is_waited_for(tmp_path: Path, mo
     assert 0.2 < waited < 30
 
 
+def test_a_kernel_is_compiled_without_a_lock_if_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache may be read-only, and another process may hang while it compiles."""
+    monkeypatch.setattr(warm_up, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    assert warm_up._compile_locked("kernel", lambda: warm_up._compile_locked("kernel", lambda: 1)) == 1
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    assert warm_up._compile_locked("kernel", lambda: 2) == 2
+
+
 COMPILES = """
 import sys
 from unittest.mock import patch
