@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from ringattn.kernels import (
     tables,
 )
 from ringattn.kernels.config import built_in_config, single_pass_tile, value_columns
-from ringattn.kernels.gpu import assumed_gpu
+from ringattn.kernels.gpu import MULTIPROCESSOR_SPECS, assumed_gpu
 from ringattn.kernels.launch_plan import backward_config, resolve_tile, tile_criteria
 from ringattn.kernels.tables import TuningPoint, attach_options
 from ringattn.ring.local import fused
@@ -390,6 +391,18 @@ def test_default_tiles_round_up_the_head_dim(dtype: torch.dtype) -> None:
         assert at[128] != at[256]
     assert built_in_config(103, dtype, 128) == built_in_config(100, dtype, 128)
     assert built_in_config(75, dtype, 128) == built_in_config(120, dtype, 128)
+
+
+def test_default_tiles_are_those_of_the_last_survey() -> None:
+    """Compile all kernels with changed tiles first (``tox -e nightly``), then update the digest."""
+    tiles = [
+        (config.forward, config.dq, config.dkdv, single_pass_tile(arch, dtype, dim))
+        for arch in (*MULTIPROCESSOR_SPECS, 103)
+        for dtype in (torch.float16, torch.float32)
+        for dim in (64, 96, 128, 192, 256, 512)
+        for config in [built_in_config(arch, dtype, dim)]
+    ]
+    assert sha256(repr(tiles).encode()).hexdigest()[:16] == "e79916bbfa92e0cb"
 
 
 def test_the_larger_head_dim_decides_the_default_tile() -> None:

@@ -176,6 +176,15 @@ def test_every_entry_in_a_graph_equals_eager() -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+def test_the_last_shard_leaves_a_float32_state_alone() -> None:
+    q, k, v = inputs(SIZES)[:3]
+    out, lse = kernels.attention_forward(q, k, v, final=False)
+    before = out.clone(), lse.clone()
+    made = ops.finish_op(q, k, v, out, lse, *pack_kernel_args())
+    assert torch.equal(out, before[0]) and not torch.equal(lse, before[1])
+    assert torch.equal(made, kernels.attention_forward(q, k, v, state=before)[0])
+
+
 def test_changed_lengths_reuse_the_graph() -> None:
     counter = CompileCounterWithBackend("aot_eager")
 

@@ -25,6 +25,7 @@ from ringattn.kernels import (
     tile_range,
 )
 from ringattn.kernels.device import tiles as jit
+from ringattn.kernels.device.tile_ops import needs_reload
 from ringattn.kernels.device.tiles import LaunchShape, MaskInterval
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, bounds
@@ -80,6 +81,17 @@ def test_the_jit_tile_range_equals_the_host_function(block: int) -> None:
         out, shape = torch.full((len(ends), 4), -1, dtype=torch.int32), LaunchShape(rows, columns, 1, 1, packed=packed)
         mirror[(len(ends),)](out, made, shape, BLOCK_ROWS=2 * (packed or 1), BLOCK=block)
         assert torch.equal(out, torch.tensor([tile_range(*case, block) for case in ends], dtype=torch.int32))
+
+
+def test_rows_of_wide_float32_heads_are_loaded_in_every_step() -> None:
+    """Kept in shared memory, 16 rows of K and V would take more than the 99 KB of a block."""
+    for dtype, dims, expected in (
+        (tl.float32, (512, 16), True),
+        (tl.float32, (300, 256), True),
+        (tl.float32, (256, 256), False),
+        (tl.float16, (512, 512), False),
+    ):
+        assert needs_reload(tl.pointer_type(dtype), *dims) is expected
 
 
 class Loads:
