@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, product
 from typing import Any
 
@@ -16,9 +17,12 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from ringattn.kernels import (
+    FULL,
+    PLAIN,
     BlockSparseIndex,
     Bounds,
     KernelConfig,
+    attention,
     attention_dkdv,
     attention_dq,
     attention_forward,
@@ -30,7 +34,8 @@ from ringattn.kernels.device.tiles import LaunchShape, MaskInterval
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, bounds
 
-from ..support.kernel_cases import interval, tiles, visible
+from ..support import kernel_cases
+from ..support.kernel_cases import Sizes, interval, tiles, visible
 from ..support.layouts import NAMES, build_layout
 from ..support.nightly import rest_nightly
 
@@ -148,6 +153,32 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Loads]]:
     monkeypatch.setattr(InterpreterBuilder, "create_load", spy)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", masked_spy)
     yield watching
+
+
+def test_sums_in_place_are_loaded_by_all_threads_before_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may load the element that a thread stores, so a barrier comes between."""
+    x, events = kernel_cases.inputs(Sizes(20, 20, heads=2)), list[tuple[str, int]]()
+
+    def spy(name: str, letter: str) -> None:
+        original = getattr(InterpreterBuilder, name)
+
+        def call(self: Any, *arguments: Any) -> Any:
+            events.append((letter, int(arguments[0].data.flat[0]) if arguments else 0))
+            return original(self, *arguments)
+
+        monkeypatch.setattr(InterpreterBuilder, name, call)
+
+    for name, letter in (("create_masked_load", "l"), ("create_masked_store", "s"), ("create_barrier", "b")):
+        spy(name, letter)
+    launcher = attention.ForwardLauncher(x.q, 0.25, None, max_logits=True)
+    launcher.fold(x.k, x.v, FULL, scores=PLAIN, final=True)
+    sums = torch.zeros_like(x.k), torch.zeros_like(x.v)
+    attention_dkdv(x.dout, *x[:3], x.dlse, x.dlse, accum=sums, out=sums, config=replace(tiles(16, 32), dkdv_splits=2))
+    assert launcher._row_max is not None
+    for updated in (launcher._row_max, *sums):
+        memory = range(updated.data_ptr(), updated.data_ptr() + updated.nbytes)
+        steps = "".join(letter for letter, address in events if letter == "b" or address in memory)
+        assert "lbs" in steps and "ls" not in steps
 
 
 def expected_tiles(visible: Tensor, rows: int, columns: int) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
