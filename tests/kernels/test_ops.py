@@ -166,7 +166,11 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
     sums = kernels.attention_dkdv(*inputs, accum=(more[0].float(), more[1].float()))
     total = torch.zeros(q.shape)
     at_once = kernels.attention_gradients(*inputs, dq=total, config=SINGLE_PASS)
-    return [out, lse, dq, dk, dv, last, *more, *sums, total, *at_once]
+    alone = kernels.attention_backward(dout, q, *inputs[2:4], out, lse, dk=sums[0].float(), dv=sums[1].float(),
+                                       config=SINGLE_PASS)  # fmt: skip
+    float_state = kernels.attention_forward(x.q, x.k[:, first], x.v[:, first], final=False)
+    updated = kernels.attention_forward(x.q, x.k[:, second], x.v[:, second], state=float_state)
+    return [out, lse, dq, dk, dv, last, *more, *sums, total, *at_once, *alone, *float_state, *updated]
 
 
 def test_every_entry_in_a_graph_equals_eager() -> None:
