@@ -328,6 +328,9 @@ def test_registers_of_a_multiprocessor_are_shared_by_three_warpgroups() -> None:
 
 
 def test_barriers_have_a_kibibyte_of_shared_memory() -> None:
+    assert hopper_forward_launch.forward_shared_bytes(128, Tile(128, 64, 8, 3)) == 2 * 128 * (128 + 3 * 2 * 64)
+    # K and V, two slots of Q and dO with lse and delta, dS of two steps, and dQ in fp32
+    assert hopper_backward_launch.backward_shared_bytes(128, Tile(64, 128, 8, 2)) == 65_536 + 66_560 + 32_768 + 32_768
     room = shared_limit(hopper_forward_launch.HOPPER_CAPABILITY) - 1024
     hopper_forward_launch.check_shared_bytes("config.forward", 128, room, "num_stages")
     with pytest.raises(ValueError, match=r"config\.forward needs 232,449 bytes of shared memory at head dim 128"):

@@ -37,6 +37,7 @@ def floats(*shape: int) -> Tensor:
 Q, K, V, DOUT = empty(2, 70, 4, 64), empty(2, 90, 2, 64), empty(2, 90, 2, 128), empty(2, 70, 4, 128)
 QKV, LSE = (Q, K, V), floats(2, 4, 70)
 GIVEN = (DOUT, *QKV, LSE, LSE)
+STATE = floats(*DOUT.shape), LSE
 DQ, SUMS = floats(*Q.shape), (floats(*K.shape), floats(*V.shape))
 SQUARE = (Q, K, K)  # Hopper's kernels need equal head dims
 CONFIG = KernelConfig(Tile(16, 32, 1, 2), Tile(32, 64, 2, 3), Tile(64, 16, 8, 4))
@@ -51,13 +52,13 @@ DKDV_TILE = DIMS | {"BLOCK_Q": 64, "BLOCK_K": 16, "num_warps": 8, "num_stages": 
 SINGLE_TILE = DIMS | {"BLOCK_Q": 128, "BLOCK_K": 32, "num_warps": 4, "num_stages": 5}
 HOPPER_FORWARD = {"HEAD_DIM": 64, "BLOCK_K": 64, "SLOTS": 3, "num_warps": 4, "maxnreg": 168}
 HOPPER_BACKWARD = {"HEAD_DIM": 64, "BLOCK_Q": 128, "SLOTS": 1, "num_warps": 4, "maxnreg": 168}
+DELTA = {"HEAD_DIM_V": 128, "BLOCK_Q": 64, "num_warps": 4}
+REDUCE = DIMS | {"BLOCK_Q": 64, "BLOCK_K": 16, "BLOCK_ROWS": 16, "num_warps": 8}
+WARPS = {5: 1, 80: 8, 512: 16}
+"""Warps of the fp8 kernels by head dim."""
 FRESH, TO_CAST, IN_PLACE = (
     {"HAS_SUM": add, "IN_PLACE": same} for add, same in ((False, False), (True, False), (True, True))
 )
-
-
-def state() -> tuple[Tensor, Tensor]:
-    return floats(*DOUT.shape), LSE
 
 
 def fp8(head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,22 +67,20 @@ def fp8(head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 Run = Callable[[], object]
 CASES: dict[str, tuple[Run, list[tuple[str, int, dict[str, Any]]]]] = {
-    "first hop": (
-        lambda: attention_forward(*QKV, final=False, config=CONFIG),
-        [("forward_kernel", 40, FORWARD | {"HAS_STATE": False, "IN_PLACE": False})],
-    ),
-    "middle hop": (
-        lambda: attention_forward(*QKV, state=state(), final=False, config=CONFIG),
-        [("forward_kernel", 40, FORWARD | {"HAS_STATE": True, "IN_PLACE": True})],
-    ),
-    "last hop": (
-        lambda: attention_forward(*QKV, state=state(), config=CONFIG),
-        [("forward_kernel", 40, FORWARD | {"HAS_STATE": True, "IN_PLACE": False})],
+    "forward": (
+        lambda: [
+            attention_forward(*QKV, state=state, final=final, config=CONFIG)
+            for state, final in ((None, False), (STATE, False), (STATE, True))
+        ],
+        [
+            ("forward_kernel", 40, FORWARD | {"HAS_STATE": has_state, "IN_PLACE": in_place})
+            for has_state, in_place in ((False, False), (True, True), (True, False))
+        ],
     ),
     "backward": (
         lambda: attention_backward(DOUT, *QKV, DOUT, LSE, config=CONFIG),
         [
-            ("delta_kernel", 16, {"HEAD_DIM_V": 128, "BLOCK_Q": 64, "num_warps": 4}),
+            ("delta_kernel", 16, DELTA),
             ("dq_kernel", 24, DQ_TILE | FRESH),
             ("dkdv_kernel", 24, DKDV_TILE | FRESH),
         ],
@@ -98,9 +97,9 @@ CASES: dict[str, tuple[Run, list[tuple[str, int, dict[str, Any]]]]] = {
         lambda: [attention_dkdv(*GIVEN, accum=sums, out=SUMS, config=SPLIT) for sums in (None, SUMS)],
         [
             ("dkdv_kernel", 48, DKDV_TILE | FRESH),
-            ("reduce_kernel", 24, DIMS | {"BLOCK_Q": 64, "BLOCK_K": 16, "BLOCK_ROWS": 16, "num_warps": 8} | FRESH),
+            ("reduce_kernel", 24, REDUCE | FRESH),
             ("dkdv_kernel", 48, DKDV_TILE | {"HAS_SUM": False, "IN_PLACE": True}),
-            ("reduce_kernel", 24, DIMS | {"BLOCK_Q": 64, "BLOCK_K": 16, "BLOCK_ROWS": 16, "num_warps": 8} | IN_PLACE),
+            ("reduce_kernel", 24, REDUCE | IN_PLACE),
         ],
     ),
     "single pass": (
@@ -124,21 +123,20 @@ CASES: dict[str, tuple[Run, list[tuple[str, int, dict[str, Any]]]]] = {
             ("hopper_backward_kernel", 4, HOPPER_BACKWARD | IN_PLACE | {"RAGGED": True}),
         ],
     ),
-    "wide": (
-        lambda: attention_delta(empty(1, 8, 1, 257), empty(1, 8, 1, 257)),
-        [("delta_kernel", 1, {"HEAD_DIM_V": 257, "BLOCK_Q": 64, "num_warps": 8})],  # 4 warps would spill in fp32
-    ),
-    "fp8": (
-        lambda: [
-            [quantize(*fp8(dim)) for dim in (5, 80, 512)],
-            dequantize(fp8(64)[1], fp8(64)[2], fp8(64)[0]),
-        ],
+    "delta": (
+        lambda: [attention_delta(*(empty(1, 8, 1, dim),) * 2) for dim in (256, 257)],
         [
-            ("quantize_kernel", 6, {"HEAD_DIM": 5, "BLOCK": 128, "num_warps": 1}),
-            ("quantize_kernel", 6, {"HEAD_DIM": 80, "BLOCK": 128, "num_warps": 8}),
-            ("quantize_kernel", 6, {"HEAD_DIM": 512, "BLOCK": 128, "num_warps": 16}),
-            ("dequantize_kernel", 6, {"HEAD_DIM": 64, "BLOCK": 128, "num_warps": 4}),
+            ("delta_kernel", 1, DELTA | {"HEAD_DIM_V": 256}),
+            ("delta_kernel", 1, DELTA | {"HEAD_DIM_V": 257, "num_warps": 8}),
         ],
+    ),
+    "quantize": (
+        lambda: [quantize(*fp8(dim)) for dim in WARPS],
+        [("quantize_kernel", 6, {"HEAD_DIM": dim, "BLOCK": 128, "num_warps": WARPS[dim]}) for dim in WARPS],
+    ),
+    "dequantize": (
+        lambda: [dequantize(*fp8(dim)[1:], fp8(dim)[0]) for dim in WARPS],
+        [("dequantize_kernel", 6, {"HEAD_DIM": dim, "BLOCK": 128, "num_warps": WARPS[dim]}) for dim in WARPS],
     ),
 }
 

@@ -349,6 +349,8 @@ def test_shared_memory_of_a_tile_depends_on_the_dtype(dtype: torch.dtype, fits: 
     x = torch.zeros(1, 8, 1, 64, dtype=dtype)
     with nullcontext() if fits else pytest.raises(ValueError, match=r"config\.forward is .* at least 262,144 bytes"):
         launch_plan.check_tiles(KernelConfig(Tile(64, 256, 8, 3), SMALL, SMALL), x, x, None)
+    exact = KernelConfig(SMALL, Tile(16, 64, 4, 9 if fits else 5), SMALL)  # 227 KB
+    launch_plan.check_tiles(exact, x, torch.zeros(1, 8, 1, 163, dtype=dtype), None)
 
 
 def kernel(run: Callable[..., None]) -> Any:
