@@ -51,7 +51,7 @@ OTHER = Tile(128, 32, 8, 3)
 SMALL_POINT = TuningPoint("forward", "fp32", 16, 16, 4, "full", 64)
 EVERY: dict[str, dict[str, Any]] = {
     "forward": {"order": "longest", "persistent": True, "sm_margin": 3, "pack_gqa": True},
-    "dq": {"pack_gqa": True},
+    "dq": {"pack_gqa": True, "loads": "pointers"},
     "dkdv": {"dkdv_splits": 2, "order": "longest"},
 }
 SIZES = Sizes(24, 30, heads=4, kv_heads=1)
@@ -85,9 +85,12 @@ def chosen(kernel: str, **options: Any) -> Any:
     return entry(SMALL_POINT._replace(kernel=kernel), attach_options(SMALL, options or EVERY[kernel]))
 
 
-def test_launches_use_the_tuned_options(gpu: Folders, seen: Seen) -> None:
+def test_launches_use_the_tuned_options(gpu: Folders, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: dict[str, str] = {}
+    monkeypatch.setattr(launch_plan, "loads_by_tma", lambda name, config, *_: loads.update({name: config.loads}))
     save(gpu[0], *map(chosen, EVERY))
     check(inputs(SIZES), FULL, config=None)
+    assert loads == {"forward": "descriptors", "dq": "pointers"}
     grid, forward = seen["forward_kernel"]
     assert (forward.packed, forward.order.count, grid) == (4, 6, 6)
     assert forward.order.l2_group == forward.order.heads == 1  # packed into one head
@@ -174,6 +177,7 @@ def test_a_launch_uses_the_tile_tuned_for_its_mask_and_keys(gpu: Folders) -> Non
         assert resolve_tile("forward", None, q, v, **how) == tile
         assert resolve_tile("forward", fixed, q, v, **how) == SMALL
     assert resolve_tile("forward", None, q, v, block=1024) == default
+    assert [default_config(q, v, full=full).forward for full in (True, False)] == [TILE, OTHER]
 
 
 def test_plans_do_not_depend_on_earlier_launches(gpu: Folders) -> None:
