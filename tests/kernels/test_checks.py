@@ -260,6 +260,7 @@ TILES = [
 def test_bad_configs_and_tiles_are_refused() -> None:
     for fields, message in CONFIGS:
         refused(KernelConfig, {"forward": TILE, "dq": TILE, "dkdv": TILE} | fields, message)
+    assert KernelConfig(persistent=True, sm_margin=0, dkdv_splits="auto").sm_margin == 0
     for sides, message in TILES:
         refused(Tile, dict(zip(vars(TILE), sides, strict=True)), message)
 

@@ -151,6 +151,18 @@ def test_folder_precedence(folders: Folders, tmp_path: Path, monkeypatch: pytest
     assert found() == small and found(config_dir=user) == TILE
 
 
+def test_the_users_folder_is_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the XDG rules, a relative path counts as unset."""
+    for cache, home, folder in (
+        ("/cache", "/home/a", "/cache/ringattn/tiles"),
+        ("cache", "/home/a", "/home/a/.cache/ringattn/tiles"),
+        ("", "a", None),
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        monkeypatch.setenv("HOME", home)
+        assert tables.user_table_folder() == (folder and Path(folder))
+
+
 def test_a_missing_folder_warns(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"config_dir is '/nowhere': there is no such folder\. `ringattn tune"):
         load_tuned_tiles(H200, "/nowhere")
