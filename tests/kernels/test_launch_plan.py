@@ -28,6 +28,7 @@ from ringattn.kernels import (
     attention_backward,
     attention_forward,
     default_config,
+    hopper_backward_launch,
     hopper_forward_launch,
     launch,
     launch_plan,
@@ -398,6 +399,11 @@ def test_default_tiles_are_those_of_the_last_survey() -> None:
         for dim in (1, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 512)
         for config in [built_in_config(arch, dtype, dim)]
     ]
+    hopper = [
+        *map(hopper_forward_launch.default_forward_tile, hopper_forward_launch.FORWARD_HEAD_DIMS),
+        *map(hopper_backward_launch.default_backward_tile, hopper_backward_launch.BACKWARD_HEAD_DIMS),
+    ]
+    assert hopper == [*(Tile(128, keys, 8, 2) for keys in (128, 128, 64)), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2)]
     assert sha256(repr(tiles).encode()).hexdigest()[:16] == "118cd8f5170db4cf"
 
 
