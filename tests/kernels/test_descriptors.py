@@ -246,9 +246,9 @@ def test_unsuitable_inputs_of_descriptors_are_refused(
     with pytest.raises(ValueError, match=message.replace("d[v]", r"out\[1\]")):
         attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, out=(dk, dv), config=DESCRIPTORS)
     if of_sums:
-        for odd in ({"accum": (dk, dv), "out": (dk, dv.clone())}, {"accum": (dk, dv.clone()), "out": (dk, dv)}):
+        for accum, to in ((dv, dv.clone()), (dv.clone(), dv)):
             with pytest.raises(ValueError, match=r"\[1\] has strides"):
-                attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, config=DESCRIPTORS, **odd)
+                attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, accum=(dk, accum), out=(dk, to), config=DESCRIPTORS)
     assert not dq.any()
     if not of_sums:
         with pytest.raises(ValueError, match=message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,11 +154,8 @@ def test_longest_tiles_first_counts_all_bytes_that_a_program_streams() -> None:
     """K and V of 4 key heads fit into half of L2, or Q and dO of the 4 query heads of 2 key heads."""
     q, k, v, dout = (empty(1, 2**14, heads, dim) for heads, dim in ((32, 64), (16, 64), (16, 128), (32, 128)))
     given, config = (dout, q, k, v, *(floats(1, 32, 2**14),) * 2), replace(CONFIG, order="longest")
-    for call, inputs, heads in (
-        (attention_forward, (q, k, v), 8),
-        (attention_dq, given, 8),
-        (attention_dkdv, given, 2),
-    ):
-        (launch,) = collect_launches(assumed_gpu(90), lambda call=call, inputs=inputs: call(*inputs, config=config))
+    calls: list[tuple[Any, Any, int]] = [(attention_forward, (q, k, v), 8), (attention_dq, given, 8)]
+    for call, inputs, heads in (*calls, (attention_dkdv, given, 2)):
+        (launch,) = collect_launches(assumed_gpu(90), partial(call, *inputs, config=config))
         (shape,) = (argument for argument in launch.arguments if isinstance(argument, LaunchShape))
         assert shape.order.l2_group == heads, call

@@ -25,7 +25,7 @@ from ..support.kernel_cases import Inputs, Sizes, compare, inputs, interval
 from ..support.tile_tables import entry, save
 
 ROOT = Path(__file__).parents[2]
-SIZES = Sizes(queries=24, keys=40, heads=2, batch=2)
+SIZES = Sizes(queries=24, keys=40, head_dim_v=24, heads=2, batch=2)
 TILES = KernelConfig(forward=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1), dkdv=Tile(16, 16, 4, 1))
 SINGLE_PASS = replace(TILES, backward="single_pass")
 

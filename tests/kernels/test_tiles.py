@@ -29,7 +29,7 @@ from ringattn.kernels import (
     tile_range,
 )
 from ringattn.kernels.device import tiles as jit
-from ringattn.kernels.device.tile_ops import needs_reload
+from ringattn.kernels.device.tile_ops import first_part_width, needs_reload, second_part_width
 from ringattn.kernels.device.tiles import LaunchShape, MaskInterval
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, bounds
@@ -86,6 +86,20 @@ def test_the_jit_tile_range_equals_the_host_function(block: int) -> None:
         out, shape = torch.full((len(ends), 4), -1, dtype=torch.int32), LaunchShape(rows, columns, 1, 1, packed=packed)
         mirror[(len(ends),)](out, made, shape, BLOCK_ROWS=2 * (packed or 1), BLOCK=block)
         assert torch.equal(out, torch.tensor([tile_range(*case, block) for case in ends], dtype=torch.int32))
+
+
+def test_head_dims_are_split_only_if_that_takes_fewer_columns() -> None:
+    parts = {
+        1: (16, 0),
+        24: (32, 0),
+        40: (32, 16),
+        56: (64, 0),
+        96: (64, 32),
+        192: (128, 64),
+        256: (256, 0),
+        300: (256, 64),
+    }
+    assert {dim: (first_part_width(dim), second_part_width(dim)) for dim in parts} == parts
 
 
 def test_rows_of_wide_float32_heads_are_loaded_in_every_step() -> None:
