@@ -33,6 +33,7 @@ from ringattn.kernels import (
     launch,
     launch_plan,
 )
+from ringattn.kernels.attention import ForwardLauncher
 from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.gpu import REGISTERS, assumed_gpu, shared_limit
 from ringattn.kernels.hopper import backward as backward_kernels
@@ -212,9 +213,9 @@ def test_heads_batches_strides_and_scales(launches: Launches) -> None:
     state = sliced(torch.zeros(x.dout.shape)).to(DEVICE), torch.full(x.dlse.shape, -torch.inf).to(DEVICE)
     out, lse = forward(views, state=state, final=False, softmax_scale=0.01)
     compare(out.half(), lse, x, scale=0.01)
-    x = inputs(Sizes(70, 70, 64, heads=3, batch=2), torch.float16)
+    x = inputs(Sizes(140, 140, 64, heads=2, batch=2), torch.float16)  # queries of the last keys begin at a late tile
     views = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout))
-    check_backward(views, interval("causal", 70, 70))
+    check_backward(views, interval("causal", 140, 140))
 
 
 @pytest.mark.parametrize(
@@ -226,6 +227,22 @@ def test_state_is_carried_from_hop_to_hop(launches: Launches, kind: str, final: 
     cuts = [0, 130, 131, 131, 300] if ON_HOPPER else [0, 130, 131, 300]
     out, lse = kernel_cases.forward_hops(x, bounds, cuts, final=final, config=config())
     compare(out.to(dtype), lse, x, bounds)
+
+
+def test_largest_scores_of_all_hops(launches: Launches) -> None:
+    x, bounds = inputs(Sizes(130, 140, 64, heads=2), torch.float16), interval("causal", 130, 140)
+    launcher = ForwardLauncher(x.q.to(DEVICE), 0.125, config(), max_logits=True)
+    for begin, end in ((0, 70), (70, 140)):
+        shard = (t[:, begin:end].to(DEVICE) for t in (x.k, x.v))
+        launcher.fold(*shard, narrow_keys(bounds, begin, end).to(DEVICE), final=end == 140)
+
+    def largest(dtype: torch.dtype) -> Tensor:
+        scores = 0.125 * torch.einsum("bqhd,bkd->bhqk", x.q.to(dtype), x.k[:, :, 0].to(dtype))
+        return scores.masked_fill(~dense_mask(bounds, 130, 140), -torch.inf).amax((0, 2, 3))
+
+    made = launcher.max_logits().cpu()
+    assert_as_exact_as_pytorch("max_logits", made, largest(torch.float32), largest(torch.float64))
+    assert ON_HOPPER or len(launches.machines) == 8
 
 
 def test_gradients_are_accumulated(launches: Launches) -> None:
