@@ -152,7 +152,7 @@ def test_folder_precedence(folders: Folders, tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_users_folder_is_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the XDG rules, a relative path counts as unset."""
+    """A relative path counts as unset, as the XDG rules say."""
     for cache, home, folder in (
         ("/cache", "/home/a", "/cache/ringattn/tiles"),
         ("cache", "/home/a", "/home/a/.cache/ringattn/tiles"),
