@@ -326,6 +326,11 @@ REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
     (call_backward, FLOAT32, {}, "q is torch.float32: backward='hopper' supports only float16 and bfloat16"),
     (call_backward, NARROW, {}, "head dim 32 and v has 32: .* head dim 64 or 128, the same"),
     (call_backward, SMALL, {"dq": WIDE}, "dq has strides .* supports only addresses .* 4 elements"),
+    *(
+        (call_backward, SMALL._replace(**{name: WIDE_HALF}), {}, f"{name} has strides")
+        for name in ("q", "k", "v", "dout")
+    ),
+    (call_backward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* supports only plain scores"),
     (call_backward, SMALL, {"config": backward_config(Tile(64, 128, 8, 2))}, "block_q=64, .* only block_q=128"),
     (call_backward, SMALL, {"config": backward_config(Tile(128, 128, 8, 4))}, "shared memory at head dim 64"),
 ]

@@ -179,6 +179,8 @@ def test_a_launch_uses_the_tile_tuned_for_its_mask_and_keys(gpu: Folders) -> Non
         assert resolve_tile("forward", fixed, q, v, **how) == SMALL
     assert resolve_tile("forward", None, q, v, block=1024) == default
     assert [default_config(q, v, full=full).forward for full in (True, False)] == [TILE, OTHER]
+    save(own := gpu[0] / "own", entry(tile=OTHER))
+    assert default_config(q, v, config_dir=own).forward == OTHER
 
 
 def test_plans_do_not_depend_on_earlier_launches(gpu: Folders) -> None:

@@ -102,6 +102,9 @@ def test_broken_files_are_refused_with_their_path(tmp_path: Path) -> None:
 def test_shared_memory_counts_the_streamed_pair(kernel: str, rows: int) -> None:
     point = POINT._replace(kernel=kernel, dtype="bf16", head_dim=128, head_dim_v=64)
     assert tables.min_shared_bytes(point, Tile(16, 64, 4, 3)) == 2 * rows * (128 + 64) * 2
+    parts = point._replace(head_dim_v=512)  # a forward of many rows takes 256 columns of V at a time
+    columns = 128 + (256 if kernel == "forward" else 512)
+    assert tables.min_shared_bytes(parts, Tile(64, 64, 4, 3)) == 2 * 64 * columns * 2
 
 
 def test_file_names_cannot_leave_the_folder() -> None:
