@@ -42,7 +42,7 @@ GIVEN = (DOUT, *QKV, LSE, LSE)
 STATE = floats(*DOUT.shape), LSE
 DQ, SUMS = floats(*Q.shape), (floats(*K.shape), floats(*V.shape))
 SQUARE = (Q, K, K)  # Hopper's kernels need equal head dims
-CONFIG = KernelConfig(Tile(16, 32, 1, 2), Tile(32, 64, 2, 3), Tile(64, 16, 8, 4))
+CONFIG = KernelConfig(Tile(16, 32, 1, 2), Tile(32, 64, 2, 3), Tile(64, 128, 8, 4))
 SPLIT = replace(CONFIG, dkdv_splits=2)
 SINGLE = replace(CONFIG, backward="single_pass", single_pass=Tile(128, 32, 4, 5))
 HOPPER = KernelConfig(Tile(128, 64, 8, 3), forward_kernel="hopper", backward="hopper", single_pass=Tile(128, 128, 8, 1))
@@ -50,12 +50,12 @@ HOPPER = KernelConfig(Tile(128, 64, 8, 3), forward_kernel="hopper", backward="ho
 DIMS = {"HEAD_DIM": 64, "HEAD_DIM_V": 128}
 FORWARD = DIMS | {"BLOCK_Q": 16, "BLOCK_K": 32, "num_warps": 1, "num_stages": 2}
 DQ_TILE = DIMS | {"BLOCK_Q": 32, "BLOCK_K": 64, "num_warps": 2, "num_stages": 3}
-DKDV_TILE = DIMS | {"BLOCK_Q": 64, "BLOCK_K": 16, "num_warps": 8, "num_stages": 4}
+DKDV_TILE = DIMS | {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 4}
 SINGLE_TILE = DIMS | {"BLOCK_Q": 128, "BLOCK_K": 32, "num_warps": 4, "num_stages": 5}
 HOPPER_FORWARD = {"HEAD_DIM": 64, "BLOCK_K": 64, "SLOTS": 3, "num_warps": 4, "maxnreg": 168}
 HOPPER_BACKWARD = {"HEAD_DIM": 64, "BLOCK_Q": 128, "SLOTS": 1, "num_warps": 4, "maxnreg": 168}
 DELTA = {"HEAD_DIM_V": 128, "BLOCK_Q": 64, "num_warps": 4}
-REDUCE = DIMS | {"BLOCK_Q": 64, "BLOCK_K": 16, "BLOCK_ROWS": 16, "num_warps": 8}
+REDUCE = DIMS | {"BLOCK_Q": 64, "BLOCK_K": 128, "BLOCK_ROWS": 16, "num_warps": 8}
 WARPS = {5: 1, 80: 8, 512: 16}
 """Warps of the fp8 kernels by head dim."""
 FRESH, TO_CAST, IN_PLACE = (
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Run, list[tuple[str, int, dict[str, Any]]]]] = {
         [
             ("delta_kernel", 16, DELTA),
             ("dq_kernel", 24, DQ_TILE | FRESH),
-            ("dkdv_kernel", 24, DKDV_TILE | FRESH),
+            ("dkdv_kernel", 4, DKDV_TILE | FRESH),
         ],
     ),
     "dq": (
@@ -93,14 +93,14 @@ CASES: dict[str, tuple[Run, list[tuple[str, int, dict[str, Any]]]]] = {
     ),
     "dkdv": (
         lambda: [attention_dkdv(*GIVEN, accum=SUMS, out=out, config=CONFIG) for out in (SUMS, (K, V))],
-        [("dkdv_kernel", 24, DKDV_TILE | IN_PLACE), ("dkdv_kernel", 24, DKDV_TILE | TO_CAST)],
+        [("dkdv_kernel", 4, DKDV_TILE | IN_PLACE), ("dkdv_kernel", 4, DKDV_TILE | TO_CAST)],
     ),
     "splits": (
         lambda: [attention_dkdv(*GIVEN, accum=sums, out=SUMS, config=SPLIT) for sums in (None, SUMS)],
         [
-            ("dkdv_kernel", 48, DKDV_TILE | FRESH),
+            ("dkdv_kernel", 8, DKDV_TILE | FRESH),
             ("reduce_kernel", 24, REDUCE | FRESH),
-            ("dkdv_kernel", 48, DKDV_TILE | {"HAS_SUM": False, "IN_PLACE": True}),
+            ("dkdv_kernel", 8, DKDV_TILE | {"HAS_SUM": False, "IN_PLACE": True}),
             ("reduce_kernel", 24, REDUCE | IN_PLACE),
         ],
     ),

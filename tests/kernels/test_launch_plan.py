@@ -146,6 +146,10 @@ def test_a_tuned_hopper_kernel_runs_if_the_inputs_fit(gpu: Folders, monkeypatch:
     for keys, bounds in ((k, FULL), (odd, FULL), (k, Bounds(PAIR, PAIR))):  # the table has no entry with bounds
         attention_forward(q, keys, k, bounds=bounds)
     assert ran == ["hopper", "portable", "portable"]
+    launcher, used = attention.ForwardLauncher(q, 1.0, made), torch.ones(1, dtype=torch.int32)
+    for bounds in (FULL, Bounds(None, None, used), FULL):  # the same slots in hops of another kind
+        launcher.fold(k, k, bounds, final=False)
+    assert ran[3:] == ["hopper", "portable", "hopper"]
     with pytest.raises(ValueError, match="k has strides"):
         attention_forward(q, odd, k, config=made)
 
@@ -352,12 +356,17 @@ def test_cached_alignment_keeps_the_slots_alive() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "fits"), [(torch.float32, False), (torch.float16, True)])
-def test_shared_memory_of_a_tile_depends_on_the_dtype(dtype: torch.dtype, fits: bool, gpu: Folders) -> None:
+def test_shared_memory_of_a_tile_depends_on_the_dtype_and_the_gpu(
+    dtype: torch.dtype, fits: bool, gpu: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.zeros(1, 8, 1, 64, dtype=dtype)
     with nullcontext() if fits else pytest.raises(ValueError, match=r"config\.forward is .* at least 262,144 bytes"):
         launch_plan.check_tiles(KernelConfig(Tile(64, 256, 8, 3), SMALL, SMALL), x, x, None)
     exact = KernelConfig(SMALL, Tile(16, 64, 4, 9 if fits else 5), SMALL)  # 227 KB
-    launch_plan.check_tiles(exact, x, torch.zeros(1, 8, 1, 163, dtype=dtype), None)
+    launch_plan.check_tiles(exact, x, v := torch.zeros(1, 8, 1, 163, dtype=dtype), None)
+    monkeypatch.setattr(launch_plan, "gpu_specs", lambda device: assumed_gpu(86))
+    with pytest.raises(ValueError, match=r"config\.dq is .* 232,448 bytes .* sm_86 allows 101,376"):
+        launch_plan.check_tiles(exact, x, v, None)
 
 
 def kernel(run: Callable[..., None]) -> Any:
