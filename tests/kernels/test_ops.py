@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringattn import kernels
 from ringattn.kernels import PLAIN, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attend, ops
-from ringattn.kernels.ops import op_namespace, pack_config, pack_kernel_args, unpack_config
+from ringattn.kernels.ops import op_namespace, pack_config, pack_kernel_args, unpack_config, unpack_kernel_args
 from ringattn.kernels.tables import TuningPoint
 
 from ..support.baselines import Results
@@ -105,6 +105,18 @@ def test_packed_configs_keep_every_field() -> None:
         assert unpack_config(*pack_config(config)) == config
     assert {name for chosen in CONFIGS for name in chosen} == {field.name for field in fields(KernelConfig)[3:]}
     assert unpack_config(*pack_config(None)) is None
+
+
+def test_packed_arguments_keep_every_field() -> None:
+    """Eager and compiled calls both pack their arguments, so they would lose the same field."""
+    index, modified, cpu = BlockSparseIndex(torch.eye(2, 3, dtype=torch.bool), 16), scores(), torch.device("cpu")
+    rows = positions(24), positions(24) + 1, positions(2)
+    call = unpack_kernel_args(cpu, *pack_kernel_args(Bounds(*rows, index), modified, 0.3, TILES))
+    assert vars(call["scores"]) == vars(modified)  # the same tensors
+    made = call["bounds"]
+    assert all(x is y for x, y in zip((made.lo, made.hi, made.seqused_k), rows, strict=True))
+    assert (made.block_sparse.visible is index.visible, made.block, made.block_sparse.device) == (True, 16, cpu)
+    assert (call["softmax_scale"], call["config"]) == (0.3, TILES)
 
 
 @pytest.mark.parametrize(("kind", "config"), [("full", None), ("causal", SINGLE_PASS)])
