@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,8 @@ def exchange(value: Any, part: int | str | None, x: Tensor) -> Any:
 
 def unfit(name: str, x: Tensor, outputs: tuple[str, ...]) -> Iterator[Tensor]:
     """Yield copies of a tensor with another size, dtype, device or stride."""
-    for dim in range(x.dim()):
-        yield x.new_zeros(*x.shape[:dim], x.shape[dim] + 1, *x.shape[dim + 1 :])
+    for dim, step in product(range(x.dim()), (-1, 1)):
+        yield x.new_zeros(*x.shape[:dim], x.shape[dim] + step, *x.shape[dim + 1 :])
     yield x.to(torch.float64 if x.is_floating_point() else torch.int64)
     yield x.to(META)
     if x.dtype != torch.float8_e4m3fn:
