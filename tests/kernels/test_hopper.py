@@ -315,6 +315,7 @@ def with_tile(*tile: int) -> dict[str, Any]:
 REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
     (forward, FLOAT32, {}, "q is torch.float32: .* supports only float16 and bfloat16"),
     (forward, NARROW, {}, "head dim 32 and v has 32: .* head dim 64 or 128 or 256, the same"),
+    (forward, SMALL._replace(v=NARROW.v), {}, "head dim 64 and v has 32: .* head dim 64 or 128 or 256, the same"),
     (forward, SMALL._replace(k=WIDE_HALF), {}, "k has strides .* multiples of 16 bytes, or 8 elements"),
     (forward, SMALL._replace(v=SHIFTED), {}, "v has strides"),
     (forward, Inputs(*(t.expand(3, *t.shape[1:]) for t in SMALL)), {}, "q has strides .* positive"),

@@ -107,9 +107,12 @@ CASES: dict[str, tuple[Run, list[tuple[str, int, dict[str, Any]]]]] = {
     "single pass": (
         lambda: [
             attention_gradients(*GIVEN, dq=DQ, accum=sums, out=out, config=SINGLE)
-            for sums, out in ((None, None), (SUMS, (K, V)), (SUMS, SUMS))
+            for sums, out in ((None, None), (SUMS, (K, V)), (SUMS, (SUMS[0], V)), (SUMS, (K, SUMS[1])), (SUMS, SUMS))
         ],
-        [("single_pass_kernel", 12, SINGLE_TILE | sums | {"RAGGED": True}) for sums in (FRESH, TO_CAST, IN_PLACE)],
+        [
+            ("single_pass_kernel", 12, SINGLE_TILE | sums | {"RAGGED": True})
+            for sums in (FRESH, *(TO_CAST,) * 3, IN_PLACE)
+        ],
     ),
     "hopper": (
         lambda: [

@@ -128,7 +128,7 @@ def narrowed(kind: str, queries: int, keys: int) -> Bounds:
         return interval(kind, queries, keys)
     whole = interval("window", queries, keys)
     if kind == "used":
-        return Bounds(whole.lo, whole.hi, torch.tensor([keys // 3, keys], dtype=torch.int32))
+        return Bounds(whole.lo, whole.hi, torch.tensor([keys // 48 * 16, keys], dtype=torch.int32))  # whole tiles
     lo, hi = (None, None) if kind == "blocks alone" else (whole.lo, whole.hi)
     return Bounds(lo, hi, None, scored.pattern(queries, keys, 16))
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,16 @@ def test_a_kernel_is_compiled_without_a_lock_if_there_is_none(tmp_path: Path, mo
     (tmp_path / "file").touch()
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
     assert warm_up._compile_locked("kernel", lambda: 2) == 2
+
+
+def test_a_kernel_that_does_not_compile_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launch raises the error."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    made: list[float] = []
+    with ThreadPoolExecutor(1) as executor, warm_up._SharedCompileMode(executor) as mode:
+        mode.submit("broken", lambda: 1 / 0, made.append)
+        mode.submit("kernel", lambda: 1.0, made.append)
+    assert made == [1.0] and len(mode.future_kernels) == 2
 
 
 COMPILES = """
