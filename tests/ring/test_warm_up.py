@@ -126,7 +126,7 @@ def test_a_kernel_is_compiled_without_a_lock_if_there_is_none(tmp_path: Path, mo
 
 
 def test_a_kernel_that_does_not_compile_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its launch raises the error."""
+    """The launch of the kernel raises the error."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     made: list[float] = []
     with ThreadPoolExecutor(1) as executor, warm_up._SharedCompileMode(executor) as mode:
