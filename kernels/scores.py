@@ -92,7 +92,7 @@ class Scores:
             raise ValueError(f"alibi_slopes has strides {slopes.stride()}: it must be contiguous")
 
     def check_positions(self, rows: int, columns: int, device: torch.device) -> None:
-        """Raise ValueError if positions are missing or do not fit ``rows`` queries and ``columns`` keys."""
+        """Raise ValueError if positions are missing, strided, or do not fit ``rows`` queries and ``columns`` keys."""
         if not self.needs_positions:
             return
         for name, length in (("q_positions", rows), ("k_positions", columns)):
@@ -103,6 +103,8 @@ class Scores:
             if positions.dtype != torch.int32 or positions.shape != (length,) or positions.device != device:
                 got = f"{positions.dtype} of shape {list(positions.shape)} on {positions.device}"
                 raise ValueError(f"scores.{name} is {got}: it must be int32 of shape [{length}] on {device}")
+            if not positions.is_contiguous():
+                raise ValueError(f"scores.{name} has strides {positions.stride()}: it must be contiguous")
 
 
 PLAIN = Scores()

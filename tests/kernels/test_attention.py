@@ -18,12 +18,15 @@ from torch import Tensor
 from ringattn.kernels import (
     FULL,
     Bounds,
+    KernelConfig,
+    Tile,
     attention,
     attention_backward,
     attention_delta,
     attention_dkdv,
     attention_dq,
     attention_forward,
+    attention_gradients,
 )
 
 from ..support import baselines, guard_pages
@@ -321,26 +324,26 @@ STEP = 2**30
 Far = Callable[[Tensor], Tensor]
 
 
-@pytest.fixture(params=["batch", "sequence", "heads"])
-def far(request: pytest.FixtureRequest, tmp_path: Path) -> Far:
-    """Copy a tensor so that its elements along one dimension lie STEP apart.
+def spread(x: Tensor, dim: int, step: int, path: Path) -> Tensor:
+    """Return a copy whose elements along one dimension lie ``step`` apart.
 
     The copy begins in the middle of its file, so an offset that wraps reads zeros and fails the test instead of
     crashing the process.
     """
+    strides = list(torch.empty(x.shape).stride())
+    strides[dim] = step
+    size = 2**31 + (x.shape[dim] - 1) * step + x.numel()
+    view = torch.from_file(str(path), shared=True, size=size, dtype=x.dtype).as_strided(x.shape, strides, 2**31)
+    view.copy_(x)
+    assert path.stat().st_blocks * 512 < 2**24 < 2**31 < path.stat().st_size, "the file is not sparse"
+    return view
+
+
+@pytest.fixture(params=["batch", "sequence", "heads"])
+def far(request: pytest.FixtureRequest, tmp_path: Path) -> Far:
+    """Copy a tensor so that its elements along one dimension lie STEP apart."""
     dim, names = {"batch": 0, "sequence": 1, "heads": 2}[request.param], count()
-
-    def copy(x: Tensor) -> Tensor:
-        strides = list(torch.empty(x.shape).stride())
-        strides[dim] = STEP
-        path = tmp_path / str(next(names))
-        storage = torch.from_file(str(path), shared=True, size=2 * 2 * STEP + x.numel(), dtype=x.dtype)
-        view = storage.as_strided(x.shape, strides, 2 * STEP)
-        view.copy_(x)
-        assert path.stat().st_blocks * 512 < 2**24 < 2**31 < path.stat().st_size, "the file is not sparse"
-        return view
-
-    return copy
+    return lambda x: spread(x, dim, STEP, tmp_path / str(next(names)))
 
 
 def test_offsets_past_32_bits(far: Far) -> None:
@@ -357,6 +360,17 @@ def test_offsets_past_32_bits(far: Far) -> None:
     into: dict[str, Any] = dict(zip(("dq", "dk", "dv"), far_sums, strict=True))
     attention_backward(far(dout), far_q, far_k, far_v, far_state, lse, **into)
     assert all(map(torch.equal, far_sums, sums))
+
+
+def test_offsets_past_32_bits_in_a_single_pass(tmp_path: Path) -> None:
+    """Offsets inside a tile fit 32 bits, but those of the third tile of queries do not."""
+    q, k, v, dout, _ = inputs(Sizes(queries=33, keys=8))
+    config = KernelConfig(backward="single_pass", single_pass=Tile(16, 16, 4, 1))
+    near = (dout, q, torch.randn_like(q))
+    far = [spread(x, 1, 2**26, tmp_path / str(i)) for i, x in enumerate(near)]
+    ones = torch.ones(1, 1, 33)
+    results = [attention_gradients(x[0], x[1], k, v, ones, ones, dq=x[2], config=config) for x in (near, far)]
+    assert all(map(torch.equal, *results)) and torch.equal(far[2], near[2])
 
 
 def test_kernels_do_not_access_memory_past_the_end() -> None:

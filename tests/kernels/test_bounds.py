@@ -88,6 +88,8 @@ def test_used_lengths_and_blocks_survive_transposing_and_moving() -> None:
     other = made.transposed(17)
     assert made.is_full and made.transposed(17) is other and made.transposed(18) is not other
     assert FULL.transposed(7) is FULL and FULL.to(CPU) is FULL
+    alone = Bounds(None, None, None, index).to(torch.device("meta")).block_sparse
+    assert alone is not None and alone.device.type == alone.transposed.device.type == "meta"
     assert other.is_full and other.seqused_k is used
     assert other.block_sparse is not None and other.block_sparse.visible.tolist() == [[True], [False]]
     moved, other = made.to(torch.device("meta")), of([0, 0], [1, 2]).to(torch.device("meta"))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringattn.kernels import (
     BlockSparseIndex,
@@ -25,7 +28,13 @@ from ringattn.kernels import (
     attention_dkdv,
     attention_dq,
     attention_forward,
+    attention_gradients,
+    dequantize,
+    quantize,
 )
+from ringattn.kernels.compile_target import CompileTarget, compiling_for
+from ringattn.kernels.device.backward import delta_kernel
+from ringattn.kernels.gpu import assumed_gpu
 
 from ..support.kernel_cases import tiles
 
@@ -52,11 +61,6 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device 
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def unaligned(*shape: int) -> Tensor:
-    """Return a tensor whose last stride is 2."""
-    return torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]
-
-
 def gap(*shape: int) -> Tensor:
     """Return a tensor with a unit last stride that is not contiguous."""
     return torch.zeros(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
@@ -69,17 +73,29 @@ def refused(call: Callable[..., Any], arguments: dict[str, Any], message: str) -
 
 INPUTS: dict[str, dict[str, Any]] = {
     r"q has shape \[2, 8, 64\]: it must be \[B, S, H, D\]": {"q": zeros(2, 8, 64)},
-    r"q is torch.int64: it must be float16, bfloat16 or float32": {"q": zeros(2, 8, 4, 16, dtype=torch.int64)},
     r"v is torch.float16 and q is torch.float32: .* same dtype": {"v": zeros(2, 6, 2, 24, dtype=torch.float16)},
     r"k is on meta and q is on cpu: .* same device": {"k": zeros(2, 6, 2, 16, device=META)},
     r"k has batch size 3 and q has 2: they must be equal": {"k": zeros(3, 6, 2, 16)},
     r"q has head dim 513: it must be between 1 and 512": {"q": zeros(2, 8, 4, 513)},
-    r"v has strides \(576, 96, 48, 2\): the last stride must be 1": {"v": unaligned(2, 6, 2, 24)},
     r"k has head dim 32 and q has 16: they must be equal": {"k": zeros(2, 6, 2, 32)},
     r"v has shape \[2, 6, 1, 24\] and k has \[2, 6, 2, 16\]: .* must be equal": {"v": zeros(2, 6, 1, 24)},
-    r"k has 3 heads and q has 4: .* must be a multiple of": {"k": zeros(2, 6, 3, 16), "v": zeros(2, 6, 3, 24)},
-    r"softmax_scale is 0.0: it must be a number from 1e-30 to 1e30": {"softmax_scale": 0.0},
-    r"softmax_scale is 1e-31: it must be a number from 1e-30 to 1e30": {"softmax_scale": 1e-31},
+    "k has 3 heads and q has 4: .* must be a multiple of the heads of k$": {
+        "k": zeros(2, 6, 3, 16),
+        "v": zeros(2, 6, 3, 24),
+    },
+    r"k has 6 heads and q has 8: .* pass q\.transpose\(1, 2\)": {
+        "q": zeros(2, 4, 8, 16),
+        "k": zeros(2, 2, 6, 16),
+        "v": zeros(2, 2, 6, 24),
+    },
+    "q is a torch.sparse_coo tensor: it must be a dense tensor": {"q": zeros(2, 8, 4, 16).to_sparse()},
+    "q is a FakeTensor on cpu without data": {"q": FakeTensorMode().from_tensor(zeros(2, 8, 4, 16))},
+    **{
+        rf"softmax_scale is {value!r}: it must be a number from 1e-30 to 1e30".replace("+", r"\+"): {
+            "softmax_scale": value
+        }
+        for value in (-1.0, 1e-31, 1e31)
+    },
     r"^bounds has only one of lo and hi: pass both vectors, or FULL$": {"bounds": Bounds(None, INDEX)},
 }
 
@@ -107,13 +123,9 @@ STATE, LSE = zeros(2, 8, 4, 24), zeros(2, 4, 8)
 DROPS = Scores(dropout_p=0.5)
 FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"state": (zeros(2, 6, 4, 24), LSE)}, r"state\[0\] has shape \[2, 6, 4, 24\]: it must be \[2, 8, 4, 24\]"),
-    ({"state": (STATE[:1].expand(2, 8, 4, 24), LSE)}, r"state\[0\] has strides .*: the kernel writes it"),
-    ({"state": (STATE, zeros(2, 8, 4))}, r"state\[1\] has shape \[2, 8, 4\]: it must be \[2, 4, 8\]"),
     ({"state": (STATE, gap(2, 4, 8))}, r"state\[1\] has strides \(64, 16, 1\): it must be contiguous"),
     ({"state": (STATE, None)}, "state has only one of out and lse"),
-    ({"bounds": vectors(lo=INDEX[:6])}, r"\.lo is a torch.int32 tensor of shape \[6\] on cpu: .* int32 of shape \[8\]"),
     ({"bounds": vectors(hi=INDEX[:6])}, r"bounds\.hi is .* shape \[6\] .*, one element per query row"),
-    ({"bounds": vectors(hi=zeros(16, dtype=torch.int32)[::2])}, r"bounds\.hi has stride \(2,\): it must be contiguous"),
     ({"bounds": Bounds(None, None, INDEX[:3])}, r"seqused_k is .* shape \[3\] .* \[2\] .* per batch row"),
     ({"bounds": Bounds([0] * 8, INDEX)}, "bounds.lo is list: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"bounds": Bounds(None, None, [8, 8])}, "bounds.seqused_k is list: it must be"),  # type: ignore[arg-type]
@@ -122,16 +134,14 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"bounds": blocks(1, 1, block=24)}, "block size 24: it must be a multiple of 16"),
     ({"bounds": blocks(1, 1), "config": tiles(16, 32)}, "config.forward has block_q=16 and block_k=32: "),
     ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be"),
-    ({"scores": Scores(softcap=1e-9)}, "softcap is 1e-09: it must be"),
-    ({"scores": Scores(dropout_p=1.0)}, "dropout_p is 1.0: it must be"),
+    *(({"scores": Scores(softcap=cap)}, f"softcap is {cap}: it must be".replace("+", ".")) for cap in (1e-9, 1e31)),
+    *(({"scores": Scores(dropout_p=p)}, f"dropout_p is {p}: it must be") for p in (1.0, -0.1, True)),
     ({"scores": Scores(dropout_seed=1 << 64)}, "dropout_seed is 18446744073709551616"),
     ({"scores": Scores(alibi_slopes=zeros(3))}, r"alibi_slopes is torch.float32 of shape \[3\] .* \[4\] or \[2, 4\]"),
-    ({"scores": Scores(alibi_slopes=zeros(4, 2).T)}, "alibi_slopes has strides .*: it must be contiguous"),
     ({"scores": Scores(alibi_slopes=0.5)}, "alibi_slopes is float: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"scores": DROPS}, "scores.q_positions is None: ALiBi"),
     ({"scores": replace(DROPS, q_positions=range(8))}, "scores.q_positions is range: it must be"),  # type: ignore[arg-type]
     ({"scores": replace(DROPS, q_positions=INDEX.long())}, r"scores.q_positions is torch.int64 of shape \[8\]"),
-    ({"scores": replace(DROPS, q_positions=INDEX[:7])}, r"scores.q_positions is torch.int32 of shape \[7\]"),
 ]
 """Errors of attention_forward, or of a check that all entries share."""
 
@@ -142,50 +152,85 @@ def test_bad_forward_arguments_are_refused(others: dict[str, Any], message: str)
 
 
 DOUT, DQ, DK, DV = zeros(2, 8, 4, 24), zeros(2, 8, 4, 16), zeros(2, 6, 2, 16), zeros(2, 6, 2, 24)
-BOTH = (attention_dq, attention_dkdv)
-BACKWARD: list[tuple[tuple[Callable[..., Any], ...], dict[str, Any], str]] = [
-    (BOTH, {"dout": zeros(2, 8, 4, 16)}, r"dout has shape \[2, 8, 4, 16\]: it must be \[2, 8, 4, 24\]"),
-    (BOTH, {"dout": unaligned(2, 8, 4, 24)}, "dout has strides .*: the last stride must be 1"),
-    (BOTH, {"lse": gap(2, 4, 8)}, r"lse has strides \(64, 16, 1\): it must be contiguous"),
-    (BOTH, {"delta": gap(2, 4, 8)}, r"delta has strides \(64, 16, 1\): it must be contiguous"),
-    ((attention_dq,), {"accum": DQ.half()}, "^accum is torch.float16: it must be torch.float32"),
-    ((attention_dq,), {"out": zeros(2, 8, 4, 5)}, r"out has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
-    ((attention_dq,), {"out": DQ[:, :1].expand(2, 8, 4, 16)}, "out has strides .*: the kernel writes it"),
-    ((attention_dkdv,), {"accum": (DK.half(), DV)}, r"^accum\[0\] is torch.float16: it must be torch.float32"),
-    ((attention_dkdv,), {"out": (zeros(2, 6, 2, 5), DV)}, r"out\[0\] has shape \[2, 6, 2, 5\]"),
-]
+CODES = zeros(2, 8, 4, 24, dtype=torch.float8_e4m3fn)
+SCALE = zeros(2, 1, 4)
+SINGLE_PASS = KernelConfig(backward="single_pass")
+GPU = CompileTarget(assumed_gpu(90), print)
+SUMS = {"accum": (DK, DV), "out": (DK, DV)}
+EVERY: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
+    (
+        attention_forward,
+        qkv() | {"state": (STATE, LSE), "bounds": Bounds(INDEX, INDEX, INDEX[:2]),
+                 "scores": replace(DROPS, alibi_slopes=zeros(2, 4), q_positions=INDEX, k_positions=INDEX[:6])},
+        ("state[0]",),
+    ),
+    (attention_dq, backward(accum=DQ, out=DQ), ("out",)),
+    (attention_dkdv, backward(**SUMS), ("out[0]", "out[1]")),
+    (attention_backward, whole(dlse=LSE, dq=DQ, dk=DK, dv=DV), ("dq", "dk", "dv")),
+    (attention_delta, {"dout": DOUT, "out": DOUT, "dlse": LSE}, ()),
+    (attention_gradients, backward(dq=DQ, config=SINGLE_PASS, **SUMS), ("dq", "out[0]", "out[1]")),
+    (quantize, {"x": DOUT, "out": CODES, "scale": SCALE}, ()),
+    (dequantize, {"x": CODES, "scale": SCALE, "out": DOUT}, ()),
+]  # fmt: skip
+"""Entries with valid arguments, and the names of those that may not share memory between elements."""
 
 
-@pytest.mark.parametrize(("calls", "others", "message"), BACKWARD)
-def test_bad_arguments_of_the_backward_passes_are_refused(
-    calls: tuple[Callable[..., Any], ...], others: dict[str, Any], message: str
+def tensors(arguments: dict[str, Any]) -> Iterator[tuple[str, int | str | None, Tensor]]:
+    """Yield every tensor with the name of its argument, and its index or field there."""
+    for name, value in arguments.items():
+        parts: dict[Any, Any] = vars(value) if isinstance(value, (Bounds, Scores)) else {None: value}
+        for part, x in enumerate(value) if isinstance(value, tuple) else parts.items():
+            if isinstance(x, Tensor):
+                yield name, part, x
+
+
+def exchange(value: Any, part: int | str | None, x: Tensor) -> Any:
+    """Return an argument with one of its tensors replaced."""
+    if isinstance(part, str):
+        return replace(value, **{part: x})
+    return x if part is None else (*value[:part], x, *value[part + 1 :])
+
+
+def unfit(name: str, x: Tensor, outputs: tuple[str, ...]) -> Iterator[Tensor]:
+    """Yield copies of a tensor with another size, dtype, device or stride."""
+    for dim, step in product(range(x.dim()), (-1, 1)):
+        yield x.new_zeros(*x.shape[:dim], x.shape[dim] + step, *x.shape[dim + 1 :])
+    yield x.to(torch.float64 if x.is_floating_point() else torch.int64)
+    yield x.to(META)
+    if x.dtype != torch.float8_e4m3fn:
+        yield torch.stack([x, x], -1)[..., 0]
+    if name in outputs:
+        yield x[:1].expand(x.shape)
+    if name.startswith(("state", "lse", "delta", "dlse", "dq", "dk", "dv", "accum", "scale")):
+        yield x.half()
+    if name in ("state[1]", "lse", "delta", "dlse", "scale"):
+        yield gap(*x.shape)
+
+
+@pytest.mark.parametrize(("call", "arguments", "outputs"), EVERY, ids=lambda x: getattr(x, "__name__", ""))
+def test_every_tensor_argument_is_checked(
+    call: Callable[..., Any], arguments: dict[str, Any], outputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for call in calls:
-        refused(call, backward(**others), message)
+    """The message names the tensor, except if it is one that others are compared with. Nothing of the caller's changes.
+
+    A backward may compute delta before it refuses ``lse``.
+    """
+    launched: list[Any] = []
+    monkeypatch.setattr(sys.modules[call.__module__], "launch", lambda kernel, *_, **options: launched.append(kernel))
+    call(**arguments)
+    assert launched
+    launched.clear()
+    for argument, part, x in tensors(arguments):
+        name = argument if part is None else f"{argument}[{part}]" if isinstance(part, int) else part
+        for changed in unfit(name, x, outputs):
+            message = None if name in ("q", "v", "x", "out") else re.escape(name)
+            with compiling_for(GPU), pytest.raises(ValueError, match=message):  # meta tensors stand for another GPU's
+                call(**arguments | {argument: exchange(arguments[argument], part, changed)})
+    assert {*launched} <= {delta_kernel}
 
 
-DELTA: list[tuple[dict[str, Any], str]] = [
-    ({"out": DOUT.int()}, "out is torch.int32: it must be float16, bfloat16 or float32"),
-    ({"dout": zeros(2, 8, 4, 16)}, r"dout has shape \[2, 8, 4, 16\]: it must be \[2, 8, 4, 24\]"),
-    ({"dlse": gap(2, 4, 8)}, r"dlse has strides \(64, 16, 1\): it must be contiguous"),
-]
-WHOLE: list[tuple[dict[str, Any], str]] = [
-    *DELTA,
-    ({"out": zeros(2, 6, 4, 24)}, r"^out has shape \[2, 6, 4, 24\]: it must be \[2, 8, 4, 24\]"),
-    ({"dk": DK}, "only one of dk and dv is given: pass both accumulators, or neither"),
-    ({"dq": DQ[:1].expand(2, 8, 4, 16)}, "^dq has strides .*: the kernel writes it"),
-    ({"dk": DK.half(), "dv": DV}, "^dk is torch.float16: it must be torch.float32"),
-]
-
-
-@pytest.mark.parametrize(("others", "message"), WHOLE)
-def test_bad_backward_arguments_are_refused_before_a_write(others: dict[str, Any], message: str) -> None:
-    dq = torch.randn(2, 8, 4, 16)
-    before = dq.clone()
-    refused(attention_backward, whole(**{"dq": dq} | others), message)
-    assert torch.equal(dq, before)
-    if any(others is listed for listed, _ in DELTA):
-        refused(attention_delta, {"dout": DOUT, "out": DOUT} | others, message)
+def test_dk_and_dv_are_passed_together() -> None:
+    refused(attention_backward, whole(dk=DK), "only one of dk and dv is given: pass both accumulators, or neither")
 
 
 TILE = Tile(32, 32, 4, 1)
@@ -216,6 +261,7 @@ TILES = [
 def test_bad_configs_and_tiles_are_refused() -> None:
     for fields, message in CONFIGS:
         refused(KernelConfig, {"forward": TILE, "dq": TILE, "dkdv": TILE} | fields, message)
+    assert KernelConfig(persistent=True, sm_margin=0, dkdv_splits="auto").sm_margin == 0
     for sides, message in TILES:
         refused(Tile, dict(zip(vars(TILE), sides, strict=True)), message)
 

@@ -144,7 +144,7 @@ UNFIT: dict[str, Callable[[Tensor], Tensor]] = {
     "stride": lambda x: torch.cat([x, x[..., :5]], -1)[..., :-5],
     "address": lambda x: torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x),
     "expanded": lambda x: x[:1].expand(x.shape),
-    "empty": lambda x: x[:, :0],
+    "empty": lambda x: torch.stack([x, x], -1)[:, :0, ..., 0],  # strides do not matter
 }
 
 
@@ -245,6 +245,10 @@ def test_unsuitable_inputs_of_descriptors_are_refused(
         attention_backward(x.dout, x.q, x.k, x.v, out, lse, dq=dq, dk=dk, dv=dv, config=DESCRIPTORS)
     with pytest.raises(ValueError, match=message.replace("d[v]", r"out\[1\]")):
         attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, out=(dk, dv), config=DESCRIPTORS)
+    if of_sums:
+        for accum, to in ((dv, dv.clone()), (dv.clone(), dv)):
+            with pytest.raises(ValueError, match=r"\[1\] has strides"):
+                attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, accum=(dk, accum), out=(dk, to), config=DESCRIPTORS)
     assert not dq.any()
     if not of_sums:
         with pytest.raises(ValueError, match=message):

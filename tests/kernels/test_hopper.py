@@ -33,8 +33,9 @@ from ringattn.kernels import (
     launch,
     launch_plan,
 )
+from ringattn.kernels.attention import ForwardLauncher
 from ringattn.kernels.bounds import tile_range
-from ringattn.kernels.gpu import assumed_gpu, shared_limit
+from ringattn.kernels.gpu import REGISTERS, assumed_gpu, shared_limit
 from ringattn.kernels.hopper import backward as backward_kernels
 from ringattn.kernels.hopper import step_order
 
@@ -212,9 +213,9 @@ def test_heads_batches_strides_and_scales(launches: Launches) -> None:
     state = sliced(torch.zeros(x.dout.shape)).to(DEVICE), torch.full(x.dlse.shape, -torch.inf).to(DEVICE)
     out, lse = forward(views, state=state, final=False, softmax_scale=0.01)
     compare(out.half(), lse, x, scale=0.01)
-    x = inputs(Sizes(70, 70, 64, heads=3, batch=2), torch.float16)
+    x = inputs(Sizes(140, 140, 64, heads=2, batch=2), torch.float16)  # queries of the last keys begin at a late tile
     views = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout))
-    check_backward(views, interval("causal", 70, 70))
+    check_backward(views, interval("causal", 140, 140))
 
 
 @pytest.mark.parametrize(
@@ -226,6 +227,22 @@ def test_state_is_carried_from_hop_to_hop(launches: Launches, kind: str, final: 
     cuts = [0, 130, 131, 131, 300] if ON_HOPPER else [0, 130, 131, 300]
     out, lse = kernel_cases.forward_hops(x, bounds, cuts, final=final, config=config())
     compare(out.to(dtype), lse, x, bounds)
+
+
+def test_largest_scores_of_all_hops(launches: Launches) -> None:
+    x, bounds = inputs(Sizes(130, 140, 64, heads=2), torch.float16), interval("causal", 130, 140)
+    launcher = ForwardLauncher(x.q.to(DEVICE), 0.125, config(), max_logits=True)
+    for begin, end in ((0, 70), (70, 140)):
+        shard = (t[:, begin:end].to(DEVICE) for t in (x.k, x.v))
+        launcher.fold(*shard, narrow_keys(bounds, begin, end).to(DEVICE), final=end == 140)
+
+    def largest(dtype: torch.dtype) -> Tensor:
+        scores = 0.125 * torch.einsum("bqhd,bkd->bhqk", x.q.to(dtype), x.k[:, :, 0].to(dtype))
+        return scores.masked_fill(~dense_mask(bounds, 130, 140), -torch.inf).amax((0, 2, 3))
+
+    made = launcher.max_logits().cpu()
+    assert_as_exact_as_pytorch("max_logits", made, largest(torch.float32), largest(torch.float64))
+    assert ON_HOPPER or len(launches.machines) == 8
 
 
 def test_gradients_are_accumulated(launches: Launches) -> None:
@@ -298,16 +315,23 @@ def with_tile(*tile: int) -> dict[str, Any]:
 REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
     (forward, FLOAT32, {}, "q is torch.float32: .* supports only float16 and bfloat16"),
     (forward, NARROW, {}, "head dim 32 and v has 32: .* head dim 64 or 128 or 256, the same"),
+    (forward, SMALL._replace(v=NARROW.v), {}, "head dim 64 and v has 32: .* head dim 64 or 128 or 256, the same"),
     (forward, SMALL._replace(k=WIDE_HALF), {}, "k has strides .* multiples of 16 bytes, or 8 elements"),
     (forward, SMALL._replace(v=SHIFTED), {}, "v has strides"),
     (forward, Inputs(*(t.expand(3, *t.shape[1:]) for t in SMALL)), {}, "q has strides .* positive"),
     (forward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* supports only plain scores"),
     (forward, SMALL, with_tile(64, 128, 8, 2), "block_q=64"),
     (forward, SMALL, with_tile(128, 32, 8, 2), "block_k=32"),
+    (forward, SMALL, with_tile(128, 64, 8, 1), "num_stages=1: .* at least 2"),
     (forward, SMALL, with_tile(128, 128, 8, 8), "shared memory"),
     (call_backward, FLOAT32, {}, "q is torch.float32: backward='hopper' supports only float16 and bfloat16"),
     (call_backward, NARROW, {}, "head dim 32 and v has 32: .* head dim 64 or 128, the same"),
     (call_backward, SMALL, {"dq": WIDE}, "dq has strides .* supports only addresses .* 4 elements"),
+    *(
+        (call_backward, SMALL._replace(**{name: WIDE_HALF}), {}, f"{name} has strides")
+        for name in ("q", "k", "v", "dout")
+    ),
+    (call_backward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* supports only plain scores"),
     (call_backward, SMALL, {"config": backward_config(Tile(64, 128, 8, 2))}, "block_q=64, .* only block_q=128"),
     (call_backward, SMALL, {"config": backward_config(Tile(128, 128, 8, 4))}, "shared memory at head dim 64"),
 ]
@@ -321,7 +345,15 @@ def test_unsuitable_inputs_are_refused(
         call(x, **options)
 
 
+def test_registers_of_a_multiprocessor_are_shared_by_three_warpgroups() -> None:
+    registers, threads = hopper_forward_launch.THREAD_REGISTERS, 3 * 128
+    assert registers % 8 == 0 and registers * threads <= REGISTERS < (registers + 8) * threads
+
+
 def test_barriers_have_a_kibibyte_of_shared_memory() -> None:
+    assert hopper_forward_launch.forward_shared_bytes(128, Tile(128, 64, 8, 3)) == 2 * 128 * (128 + 3 * 2 * 64)
+    # K and V, two slots of Q and dO with lse and delta, dS of two steps, and dQ in fp32
+    assert hopper_backward_launch.backward_shared_bytes(128, Tile(64, 128, 8, 2)) == 65_536 + 66_560 + 32_768 + 32_768
     room = shared_limit(hopper_forward_launch.HOPPER_CAPABILITY) - 1024
     hopper_forward_launch.check_shared_bytes("config.forward", 128, room, "num_stages")
     with pytest.raises(ValueError, match=r"config\.forward needs 232,449 bytes of shared memory at head dim 128"):

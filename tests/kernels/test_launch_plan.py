@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ringattn.kernels import (
     attention_backward,
     attention_forward,
     default_config,
+    hopper_backward_launch,
     hopper_forward_launch,
     launch,
     launch_plan,
@@ -34,12 +36,12 @@ from ringattn.kernels import (
     tables,
 )
 from ringattn.kernels.config import built_in_config, single_pass_tile, value_columns
-from ringattn.kernels.gpu import assumed_gpu
+from ringattn.kernels.gpu import MULTIPROCESSOR_SPECS, assumed_gpu
 from ringattn.kernels.launch_plan import backward_config, resolve_tile, tile_criteria
 from ringattn.kernels.tables import TuningPoint, attach_options
 from ringattn.ring.local import fused
 
-from ..support.kernel_cases import Sizes, check, inputs, ours
+from ..support.kernel_cases import Sizes, check, inputs, interval, ours
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
 
 __all__ = ["folders"]
@@ -50,7 +52,7 @@ OTHER = Tile(128, 32, 8, 3)
 SMALL_POINT = TuningPoint("forward", "fp32", 16, 16, 4, "full", 64)
 EVERY: dict[str, dict[str, Any]] = {
     "forward": {"order": "longest", "persistent": True, "sm_margin": 3, "pack_gqa": True},
-    "dq": {"pack_gqa": True},
+    "dq": {"pack_gqa": True, "loads": "pointers"},
     "dkdv": {"dkdv_splits": 2, "order": "longest"},
 }
 SIZES = Sizes(24, 30, heads=4, kv_heads=1)
@@ -84,9 +86,12 @@ def chosen(kernel: str, **options: Any) -> Any:
     return entry(SMALL_POINT._replace(kernel=kernel), attach_options(SMALL, options or EVERY[kernel]))
 
 
-def test_launches_use_the_tuned_options(gpu: Folders, seen: Seen) -> None:
+def test_launches_use_the_tuned_options(gpu: Folders, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: dict[str, str] = {}
+    monkeypatch.setattr(launch_plan, "loads_by_tma", lambda name, config, *_: loads.update({name: config.loads}))
     save(gpu[0], *map(chosen, EVERY))
     check(inputs(SIZES), FULL, config=None)
+    assert loads == {"forward": "descriptors", "dq": "pointers"}
     grid, forward = seen["forward_kernel"]
     assert (forward.packed, forward.order.count, grid) == (4, 6, 6)
     assert forward.order.l2_group == forward.order.heads == 1  # packed into one head
@@ -141,6 +146,10 @@ def test_a_tuned_hopper_kernel_runs_if_the_inputs_fit(gpu: Folders, monkeypatch:
     for keys, bounds in ((k, FULL), (odd, FULL), (k, Bounds(PAIR, PAIR))):  # the table has no entry with bounds
         attention_forward(q, keys, k, bounds=bounds)
     assert ran == ["hopper", "portable", "portable"]
+    launcher, used = attention.ForwardLauncher(q, 1.0, made), torch.ones(1, dtype=torch.int32)
+    for bounds in (FULL, Bounds(None, None, used), FULL):  # the same slots in hops of another kind
+        launcher.fold(k, k, bounds, final=False)
+    assert ran[3:] == ["hopper", "portable", "hopper"]
     with pytest.raises(ValueError, match="k has strides"):
         attention_forward(q, odd, k, config=made)
 
@@ -158,8 +167,8 @@ def test_options_of_estimates_are_ignored(gpu: Folders) -> None:
 PAIR = torch.zeros(8, dtype=torch.int32)
 
 
-def test_a_launch_uses_the_tile_tuned_for_its_mask(gpu: Folders) -> None:
-    save(gpu[0], entry(), entry(POINT._replace(mask="bounded"), OTHER))
+def test_a_launch_uses_the_tile_tuned_for_its_mask_and_keys(gpu: Folders) -> None:
+    save(gpu[0], entry(), entry(POINT._replace(mask="bounded"), OTHER), entry(POINT._replace(length=8), SMALL))
     q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
     default, fixed = built_in_config(90, q.dtype, 128).forward, KernelConfig(SMALL, SMALL, SMALL)
     used = torch.ones(1, dtype=torch.int32)
@@ -173,6 +182,9 @@ def test_a_launch_uses_the_tile_tuned_for_its_mask(gpu: Folders) -> None:
         assert resolve_tile("forward", None, q, v, **how) == tile
         assert resolve_tile("forward", fixed, q, v, **how) == SMALL
     assert resolve_tile("forward", None, q, v, block=1024) == default
+    assert [default_config(q, v, full=full).forward for full in (True, False)] == [TILE, OTHER]
+    save(own := gpu[0] / "own", entry(tile=OTHER))
+    assert default_config(q, v, config_dir=own).forward == OTHER
 
 
 def test_plans_do_not_depend_on_earlier_launches(gpu: Folders) -> None:
@@ -249,10 +261,13 @@ def test_hopper_kernels_do_not_take_tuned_portable_tiles(gpu: Folders, monkeypat
 def backward(single_pass: float | None, fixed: float | None, spread: float = 0.0) -> list[Any]:
     """Return entries: two passes that take 2 ms together, and single passes of the given seconds or an estimate."""
     seconds = {"dq": 1e-3, "dkdv": 1e-3, "single_pass": single_pass, "single_pass_deterministic": fixed}
-    tile, points = Tile(16, 32, 4, 1), {kernel: SMALL_POINT._replace(kernel=kernel) for kernel in seconds}
+    tiles = {**dict.fromkeys(seconds, Tile(16, 32, 4, 1)), "single_pass": SMALL}
+    points = {kernel: SMALL_POINT._replace(kernel=kernel) for kernel in seconds}
     return [
-        estimate(points[kernel], tile) if time is None else entry(points[kernel], tile, seconds=time, spread=spread)
-        for kernel, time in seconds.items()
+        estimate(points[name], tiles[name])
+        if time is None
+        else entry(points[name], tiles[name], seconds=time, spread=spread)
+        for name, time in seconds.items()
     ]
 
 
@@ -278,16 +293,26 @@ def test_a_single_pass_is_used_if_measured_as_faster(
     how = tile_criteria(FULL, Scores())
     two = KernelConfig(SMALL, SMALL, SMALL)
     assert backward_config(two, x.q, x.v, **how) is two
+    config = backward_config(None, x.q, x.v, **how)
+    assert (config is not None and config.backward == "single_pass_deterministic") == single
     for other in ({"plain": False}, {"block": 16}, {"full": False}):  # not measured, so not used
         assert backward_config(None, x.q, x.v, **how | other) is None
+    seen.clear()
+    attention_backward(x.dout, q.detach(), k.detach(), v.detach(), x.dout, x.dlse, bounds=interval("causal", 24, 30))
+    assert "dq_kernel" in seen
 
 
 def test_requested_single_pass_uses_its_measured_tile(gpu: Folders) -> None:
     x = inputs(SIZES)
     save(gpu[0], *backward(1.0, 1.0))
     built_in = single_pass_tile(90, x.q.dtype, 16)
-    for plain, tile, own in ((True, Tile(16, 32, 4, 1), None), (False, built_in, None), (True, TILE, TILE)):
-        requested = KernelConfig(SMALL, SMALL, SMALL, backward="single_pass_deterministic", single_pass=own)
+    for mode, plain, tile, own in (
+        ("single_pass_deterministic", True, Tile(16, 32, 4, 1), None),
+        ("single_pass", True, SMALL, None),
+        ("single_pass", False, built_in, None),
+        ("single_pass_deterministic", True, TILE, TILE),
+    ):
+        requested = KernelConfig(OTHER, OTHER, OTHER, backward=mode, single_pass=own)
         assert resolve_tile("single_pass", requested, x.q, x.v, None, plain=plain) == tile
 
 
@@ -331,10 +356,17 @@ def test_cached_alignment_keeps_the_slots_alive() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "fits"), [(torch.float32, False), (torch.float16, True)])
-def test_shared_memory_of_a_tile_depends_on_the_dtype(dtype: torch.dtype, fits: bool, gpu: Folders) -> None:
+def test_shared_memory_of_a_tile_depends_on_the_dtype_and_the_gpu(
+    dtype: torch.dtype, fits: bool, gpu: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.zeros(1, 8, 1, 64, dtype=dtype)
     with nullcontext() if fits else pytest.raises(ValueError, match=r"config\.forward is .* at least 262,144 bytes"):
         launch_plan.check_tiles(KernelConfig(Tile(64, 256, 8, 3), SMALL, SMALL), x, x, None)
+    exact = KernelConfig(SMALL, Tile(16, 64, 4, 9 if fits else 5), SMALL)  # 227 KB
+    launch_plan.check_tiles(exact, x, v := torch.zeros(1, 8, 1, 163, dtype=dtype), None)
+    monkeypatch.setattr(launch_plan, "gpu_specs", lambda device: assumed_gpu(86))
+    with pytest.raises(ValueError, match=r"config\.dq is .* 232,448 bytes .* sm_86 allows 101,376"):
+        launch_plan.check_tiles(exact, x, v, None)
 
 
 def kernel(run: Callable[..., None]) -> Any:
@@ -353,8 +385,8 @@ def test_out_of_resources_is_reported_with_the_options() -> None:
         launch.launch(kernel(run), 1, torch.device("cpu"), **launch.tile_options(Tile(64, 32, 4, 2)))
 
 
-def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton itself launches on the current device."""
+def test_a_launch_runs_alone_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton itself launches on the current device, and its interpreter runs only one kernel at a time."""
     current = [torch.device("cuda", 0)]
 
     @contextmanager
@@ -364,37 +396,31 @@ def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPa
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    launched: list[torch.device] = []
-    launch.launch(kernel(lambda: launched.append(current[-1])), 1, torch.device("cuda", 1))
-    assert launched == [torch.device("cuda", 1)] and len(current) == 1
+    launched: list[tuple[torch.device, bool]] = []
+    launch.launch(kernel(lambda: launched.append((current[-1], launch._LOCK.locked()))), 1, torch.device("cuda", 1))
+    assert launched == [(torch.device("cuda", 1), True)] and len(current) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_default_tiles_round_up_the_head_dim(dtype: torch.dtype) -> None:
-    for arch in (75, 80, 86, 89, 90, 100, 103, 120):
-        at = {dim: built_in_config(arch, dtype, dim) for dim in (1, 64, 65, 96, 97, 128, 129, 192, 193, 256)}
-        assert at[1] == at[64] and at[65] == at[96] and at[97] == at[128] and at[129] == at[192] and at[193] == at[256]
-        assert at[128] != at[256]
-    assert built_in_config(103, dtype, 128) == built_in_config(100, dtype, 128)
-    assert built_in_config(75, dtype, 128) == built_in_config(120, dtype, 128)
+def test_default_tiles_are_those_of_the_last_survey() -> None:
+    """Compile all kernels with changed tiles first (``tox -e nightly``), then update the digest."""
+    tiles = [
+        (config.forward, config.dq, config.dkdv, single_pass_tile(arch, dtype, dim))
+        for arch in (*MULTIPROCESSOR_SPECS, 75, 103)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        for dim in (1, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 512)
+        for config in [built_in_config(arch, dtype, dim)]
+    ]
+    hopper = [
+        *map(hopper_forward_launch.default_forward_tile, hopper_forward_launch.FORWARD_HEAD_DIMS),
+        *map(hopper_backward_launch.default_backward_tile, hopper_backward_launch.BACKWARD_HEAD_DIMS),
+    ]
+    assert hopper == [*(Tile(128, keys, 8, 2) for keys in (128, 128, 64)), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2)]
+    assert sha256(repr(tiles).encode()).hexdigest()[:16] == "118cd8f5170db4cf"
 
 
 def test_the_larger_head_dim_decides_the_default_tile() -> None:
     forward = default_config(torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 256)).forward
     assert forward is not None and forward.block_q == 32
-
-
-def test_float32_has_smaller_tiles() -> None:
-    """Elements are twice as large, so the same tile would need twice the shared memory."""
-    for dtype, tile in ((torch.float32, Tile(64, 32, 8, 1)), (torch.float16, Tile(64, 64, 4, 3))):
-        assert built_in_config(90, dtype, 128).forward == tile
-    assert built_in_config(90, torch.float16, 128) == built_in_config(90, torch.bfloat16, 128)
-
-
-@pytest.mark.parametrize("dropout_p", [1.0, -0.1, True])
-def test_dropout_p_must_be_below_one(dropout_p: float) -> None:
-    with pytest.raises(ValueError, match="dropout_p"):
-        Scores(dropout_p=dropout_p).check(1, 2, torch.device("cpu"))
 
 
 def test_few_query_rows_take_all_columns_of_v() -> None:

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringattn import kernels
 from ringattn.kernels import PLAIN, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attend, ops
-from ringattn.kernels.ops import op_namespace, pack_config, pack_kernel_args, unpack_config
+from ringattn.kernels.ops import op_namespace, pack_config, pack_kernel_args, unpack_config, unpack_kernel_args
 from ringattn.kernels.tables import TuningPoint
 
 from ..support.baselines import Results
@@ -25,7 +25,7 @@ from ..support.kernel_cases import Inputs, Sizes, compare, inputs, interval
 from ..support.tile_tables import entry, save
 
 ROOT = Path(__file__).parents[2]
-SIZES = Sizes(queries=24, keys=40, heads=2, batch=2)
+SIZES = Sizes(queries=24, keys=40, head_dim_v=24, heads=2, batch=2)
 TILES = KernelConfig(forward=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1), dkdv=Tile(16, 16, 4, 1))
 SINGLE_PASS = replace(TILES, backward="single_pass")
 
@@ -107,6 +107,18 @@ def test_packed_configs_keep_every_field() -> None:
     assert unpack_config(*pack_config(None)) is None
 
 
+def test_packed_arguments_keep_every_field() -> None:
+    """Eager and compiled calls both pack their arguments, so they would lose the same field."""
+    index, modified, cpu = BlockSparseIndex(torch.eye(2, 3, dtype=torch.bool), 16), scores(), torch.device("cpu")
+    rows = positions(24), positions(24) + 1, positions(2)
+    call = unpack_kernel_args(cpu, *pack_kernel_args(Bounds(*rows, index), modified, 0.3, TILES))
+    assert vars(call["scores"]) == vars(modified)  # the same tensors
+    made = call["bounds"]
+    assert all(x is y for x, y in zip((made.lo, made.hi, made.seqused_k), rows, strict=True))
+    assert (made.block_sparse.visible is index.visible, made.block, made.block_sparse.device) == (True, 16, cpu)
+    assert (call["softmax_scale"], call["config"]) == (0.3, TILES)
+
+
 @pytest.mark.parametrize(("kind", "config"), [("full", None), ("causal", SINGLE_PASS)])
 def test_attend_gradients_are_exact(kind: str, config: KernelConfig | None) -> None:
     x = inputs(SIZES)
@@ -166,7 +178,11 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
     sums = kernels.attention_dkdv(*inputs, accum=(more[0].float(), more[1].float()))
     total = torch.zeros(q.shape)
     at_once = kernels.attention_gradients(*inputs, dq=total, config=SINGLE_PASS)
-    return [out, lse, dq, dk, dv, last, *more, *sums, total, *at_once]
+    alone = kernels.attention_backward(dout, q, *inputs[2:4], out, lse, dk=sums[0].float(), dv=sums[1].float(),
+                                       config=SINGLE_PASS)  # fmt: skip
+    float_state = kernels.attention_forward(x.q, x.k[:, first], x.v[:, first], final=False)
+    updated = kernels.attention_forward(x.q, x.k[:, second], x.v[:, second], state=float_state)
+    return [out, lse, dq, dk, dv, last, *more, *sums, total, *at_once, *alone, *float_state, *updated]
 
 
 def test_every_entry_in_a_graph_equals_eager() -> None:
@@ -174,6 +190,15 @@ def test_every_entry_in_a_graph_equals_eager() -> None:
     expected = folded(x, bounds, torch.float16)
     got = torch.compile(folded, fullgraph=True, backend="aot_eager")(x, bounds, torch.float16)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_the_last_shard_leaves_a_float32_state_alone() -> None:
+    q, k, v = inputs(SIZES)[:3]
+    out, lse = kernels.attention_forward(q, k, v, final=False)
+    before = out.clone(), lse.clone()
+    made = ops.finish_op(q, k, v, out, lse, *pack_kernel_args())
+    assert torch.equal(out, before[0]) and not torch.equal(lse, before[1])
+    assert torch.equal(made, kernels.attention_forward(q, k, v, state=before)[0])
 
 
 def test_changed_lengths_reuse_the_graph() -> None:
@@ -216,9 +241,17 @@ assert other.default_config(q, v).forward == other.Tile(64, 128, 8, 2), "a table
 """
 
 
+def test_ops_are_named_after_the_package() -> None:
+    packages = {
+        "ringattn.kernels": "ringattn",
+        "vendor.ringattn.kernels": "vendor__ringattn",
+        "a.kernels": "a__kernels",
+    }
+    assert {name: op_namespace(name) for name in packages} == packages
+
+
 @pytest.mark.nightly
 def test_renamed_copies_run_beside_the_original(tmp_path: Path) -> None:
-    assert op_namespace("vendor.ringattn.kernels") == "vendor__ringattn", "of a clone inside another package"
     for place in ("elsewhere", "vendor/attention/fused"):
         shutil.copytree(ROOT / "kernels", tmp_path / place, ignore=shutil.ignore_patterns("__pycache__"))
     point = TuningPoint("forward", "fp32", 16, 16, 2, "full", 64)

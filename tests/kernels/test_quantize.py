@@ -96,7 +96,7 @@ def test_tiny_blocks(amax: float) -> None:
     """If ``amax / 448`` is subnormal or zero, the scale stays 2^-126, so its inverse is finite."""
     x = torch.tensor([1.0, -0.7, 0.3, 0.01]).mul(amax).view(1, 1, 1, 4)
     codes, scale = quantized(x)
-    assert scale.item() >= 2.0**-126
+    assert torch.equal(scale, (x.amax() / 448).clamp(min=2.0**-126).view(1, 1, 1))
     made = back(codes, scale, torch.float32)
     assert_within_bound(x, made, scale)
     assert amax or torch.equal(made.signbit(), x.signbit())
@@ -107,7 +107,7 @@ def test_the_largest_values_stay_finite(dtype: torch.dtype) -> None:
     """448 times a scale that was rounded up would overflow if the largest numbers were not multiples of 7."""
     integer = torch.int16 if dtype == torch.float16 else torch.int32
     largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
-    x = (largest.view(integer) - torch.arange(64, dtype=integer)).view(dtype)
+    x = (largest.view(integer) - torch.arange(16, dtype=integer)).view(dtype)
     x = torch.stack([x, -x], -1)[:, None, None]  # one block, hence one scale, per value
     codes, scale = quantized(x)
     assert set(codes.view(torch.uint8).flatten().tolist()) == {0x7E, 0xFE}

@@ -177,10 +177,13 @@ def test_chunks_of_heads_equal_all_heads(name: str) -> None:
 
 def test_seeds_and_thresholds_fit_their_words() -> None:
     for seed in (0, 5, 2**63 - 1, 2**63, 2**64 - 1):
-        *seed_halves, head_low, head_high = (int(half) for half in dropout_counter(seed, 7 << 16 | 3))
+        counter = dropout_counter(seed, 7 << 16 | 3)
+        assert all(type(half) is float for half in counter)  # one compilation serves all floats
+        *seed_halves, head_low, head_high = map(int, counter)
         assert sum(half << 16 * place for place, half in enumerate(seed_halves)) == seed
         assert (head_low, head_high) == (3, 7)
-    assert Scores(dropout_p=1 - 2**-40).threshold == (1 << 32) - 1, "the threshold stays a 32-bit word"
+    for p, threshold in ((1 - 2**-40, 2**32 - 1), (0.3, 1_288_490_189), (2**-34, 0)):  # rounded, but still a word
+        assert Scores(dropout_p=p).threshold == threshold
 
 
 @pytest.mark.parametrize("p", [0, 1], ids=["at the threshold", "below the threshold"])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from ringattn.kernels import Bounds, Scores
-from ringattn.kernels.launch import score_modifiers
+from ringattn.kernels import BlockSparseIndex, Bounds, Tile
 from ringattn.kernels.shared_cache import SharedCache, SharedValue
+from ringattn.kernels.single_pass import dq_add_order
 
 from ..support.cuda.graph import Graph
 from ..support.cuda.operators import acting
@@ -74,12 +75,32 @@ def test_a_value_without_device_tensors_has_no_event(recorder: Recorder) -> None
     assert recorder.log == []
 
 
-def test_the_dropout_seed_is_passed_by_value() -> None:
-    at = torch.arange(3, dtype=torch.int32)
-    scores = Scores(dropout_p=0.5, dropout_seed=2**64 - 5, first_head=70_000, q_positions=at, k_positions=at)
-    counter = score_modifiers(scores).counter
-    assert counter == (65531, 65535, 65535, 65535, 70_000 % 65536, 1)
-    assert all(type(word) is float for word in counter)  # one compilation serves all floats
+def test_caches_know_every_tensor_that_they_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream waits only for tensors that the cache knows."""
+    filled: list[list[torch.Tensor]] = []
+    known: list[list[torch.Tensor]] = []
+
+    def get(cache: object, key: object, make: Callable[[], Any], tensors: Callable[[Any], Any]) -> Any:
+        value = make()
+        fields = (
+            vars(value).values()
+            if isinstance(value, Bounds)
+            else (value,)
+            if isinstance(value, torch.Tensor)
+            else value
+        )
+        filled.append([x for x in fields if isinstance(x, torch.Tensor)])
+        known.append([*tensors(value)])
+        return value
+
+    monkeypatch.setattr(SharedCache, "get", get)
+    rows = torch.arange(4, dtype=torch.int32)
+    index = BlockSparseIndex(torch.ones(1, 1, dtype=torch.bool), 16)
+    assert len(index.ranges) == 3
+    made = Bounds(rows, rows + 1)
+    dq_add_order(made, 1, 4, 5, Tile(16, 16, 4, 1), rows.device)  # transposes the bounds, too
+    assert [len(x) for x in filled] == [3, 2, 1]
+    assert all(x is y for a, b in zip(filled, known, strict=True) for x, y in zip(a, b, strict=True))
 
 
 def test_a_copy_of_bounds_has_its_own_caches() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from ringattn.kernels import (
     FULL,
@@ -23,6 +25,7 @@ from ringattn.kernels import (
 from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.single_pass import dq_add_order, key_tile_visits
 
+from ..support import descriptor_stand_in
 from ..support.kernel_cases import KINDS, Inputs, Sizes, check, cycle_values, inputs, interval, narrow_keys
 from . import test_scores as scored
 from .test_compiled import compiling
@@ -105,12 +108,27 @@ def test_keys_past_the_end_of_the_last_tile_add_nothing(mode: str) -> None:
     check(x._replace(q=torch.full_like(x.q, 6.0), k=torch.full_like(x.k, -6.25)), FULL, config=config(mode))
 
 
+@pytest.mark.parametrize(("head_dim", "mode"), [(16, MODES[0]), (32, MODES[1])])
+def test_tma_adds_the_same_dq_as_atomics(head_dim: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, results = inputs(Sizes(20, 40, head_dim, heads=2, batch=2)), []
+    moved = descriptor_stand_in.install(monkeypatch)
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", lambda self, *_: Mock())  # the wait for TMA
+    for gpu in (None, assumed_gpu(90)):
+        monkeypatch.setattr(single_pass, "gpu_specs", lambda device, gpu=gpu: gpu)
+        dq = torch.ones_like(x.q)
+        results.append((dq, *attention_gradients(x.dout, *x[:3], x.dlse, x.dlse / 8, dq=dq, config=config(mode))))
+        assert ("add" in moved) == (gpu is not None)
+    assert all(map(torch.equal, *results))
+    dq = torch.zeros(2, 20, 2, head_dim + 1)[..., :-1]
+    assert single_pass.make_dq_descriptor(dq, Tile(16, 32, 4, 1)) is None, "TMA takes no odd strides"
+
+
 def narrowed(kind: str, queries: int, keys: int) -> Bounds:
     if kind in KINDS:
         return interval(kind, queries, keys)
     whole = interval("window", queries, keys)
     if kind == "used":
-        return Bounds(whole.lo, whole.hi, torch.tensor([keys // 3, keys], dtype=torch.int32))
+        return Bounds(whole.lo, whole.hi, torch.tensor([keys // 48 * 16, keys], dtype=torch.int32))  # whole tiles
     lo, hi = (None, None) if kind == "blocks alone" else (whole.lo, whole.hi)
     return Bounds(lo, hi, None, scored.pattern(queries, keys, 16))
 

@@ -61,8 +61,8 @@ def test_a_table_round_trips() -> None:
 BIG = {"block_q": 128, "block_k": 512, "num_warps": 8, "num_stages": 3}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"version": 2}, "version is 2: this ringattn reads only version 1"),
-    ({"gpu": "sm_80"}, "gpu is sm_80 and arch 90"),
     ({"gpu": "sm_90"}, "gpu is sm_90 and arch 90: "),
+    ({"gpu": "sm_80", "entries": table()["entries"][1:]}, "gpu is sm_80 and arch 90: "),
     ({"triton": "3"}, "triton is '3': it must be a version"),
     ({"entries__0": []}, "entries[0] is []: it must be of type dict"),
     ({"entries__1": table()["entries"][0]}, "two entries have the same kernel"),
@@ -72,6 +72,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"entries__0__tile": BIG}, "at least 524,288 bytes of shared memory, but a block has only 232,448"),
     ({"entries__0__tile__block_q": 48}, "entries[0].tile: block_q is 48: it must be a power of two"),
     ({"entries__0__tile__block_q": 1024}, "tile.block_q and tile.block_k are 1024 and 64: they must be at most 512"),
+    ({"entries__0__tile__block_k": 1024}, "tile.block_q and tile.block_k are 64 and 1024: they must be at most 512"),
     ({"entries__0__tile": ...}, "entries[0].tile is None"),
     ({"entries__0__estimated": True}, "estimated is True and seconds is 0.001"),
     ({"entries__0__seconds": 0}, "seconds is 0: seconds must be null for an estimate"),
@@ -101,6 +102,9 @@ def test_broken_files_are_refused_with_their_path(tmp_path: Path) -> None:
 def test_shared_memory_counts_the_streamed_pair(kernel: str, rows: int) -> None:
     point = POINT._replace(kernel=kernel, dtype="bf16", head_dim=128, head_dim_v=64)
     assert tables.min_shared_bytes(point, Tile(16, 64, 4, 3)) == 2 * rows * (128 + 64) * 2
+    parts = point._replace(head_dim_v=512)  # a forward of many rows takes 256 columns of V at a time
+    columns = 128 + (256 if kernel == "forward" else 512)
+    assert tables.min_shared_bytes(parts, Tile(64, 64, 4, 3)) == 2 * 64 * columns * 2
 
 
 def test_file_names_cannot_leave_the_folder() -> None:
@@ -148,6 +152,18 @@ def test_folder_precedence(folders: Folders, tmp_path: Path, monkeypatch: pytest
     assert found(config_dir=explicit) == small and found() == TILE
     monkeypatch.setenv(tables.CONFIG_DIR, str(explicit))
     assert found() == small and found(config_dir=user) == TILE
+
+
+def test_the_users_folder_is_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path counts as unset, as the XDG rules say."""
+    for cache, home, folder in (
+        ("/cache", "/home/a", "/cache/ringattn/tiles"),
+        ("cache", "/home/a", "/home/a/.cache/ringattn/tiles"),
+        ("", "a", None),
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        monkeypatch.setenv("HOME", home)
+        assert tables.user_table_folder() == (folder and Path(folder))
 
 
 def test_a_missing_folder_warns(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,25 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from ringattn.kernels import (
+    FULL,
+    PLAIN,
     BlockSparseIndex,
     Bounds,
     KernelConfig,
+    attention,
     attention_dkdv,
     attention_dq,
     attention_forward,
     tile_range,
 )
 from ringattn.kernels.device import tiles as jit
+from ringattn.kernels.device.tile_ops import first_part_width, needs_reload, second_part_width
 from ringattn.kernels.device.tiles import LaunchShape, MaskInterval
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, bounds
 
-from ..support.kernel_cases import interval, tiles, visible
+from ..support import kernel_cases
+from ..support.kernel_cases import Sizes, interval, tiles, visible
 from ..support.layouts import NAMES, build_layout
 from ..support.nightly import rest_nightly
 
@@ -80,6 +86,31 @@ def test_the_jit_tile_range_equals_the_host_function(block: int) -> None:
         out, shape = torch.full((len(ends), 4), -1, dtype=torch.int32), LaunchShape(rows, columns, 1, 1, packed=packed)
         mirror[(len(ends),)](out, made, shape, BLOCK_ROWS=2 * (packed or 1), BLOCK=block)
         assert torch.equal(out, torch.tensor([tile_range(*case, block) for case in ends], dtype=torch.int32))
+
+
+def test_head_dims_are_split_only_if_that_takes_fewer_columns() -> None:
+    parts = {
+        1: (16, 0),
+        24: (32, 0),
+        40: (32, 16),
+        56: (64, 0),
+        96: (64, 32),
+        192: (128, 64),
+        256: (256, 0),
+        300: (256, 64),
+    }
+    assert {dim: (first_part_width(dim), second_part_width(dim)) for dim in parts} == parts
+
+
+def test_rows_of_wide_float32_heads_are_loaded_in_every_step() -> None:
+    """Kept in shared memory, 16 rows of K and V would take more than the 99 KB of a block."""
+    for dtype, dims, expected in (
+        (tl.float32, (512, 16), True),
+        (tl.float32, (300, 256), True),
+        (tl.float32, (256, 256), False),
+        (tl.float16, (512, 512), False),
+    ):
+        assert needs_reload(tl.pointer_type(dtype), *dims) is expected
 
 
 class Loads:
@@ -138,6 +169,32 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Loads]]:
     yield watching
 
 
+def test_sums_in_place_are_loaded_by_all_threads_before_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may load the element that a thread stores, so a barrier comes between."""
+    x, events = kernel_cases.inputs(Sizes(20, 20, heads=2)), list[tuple[str, int]]()
+
+    def spy(name: str, letter: str) -> None:
+        original = getattr(InterpreterBuilder, name)
+
+        def call(self: Any, *arguments: Any) -> Any:
+            events.append((letter, int(arguments[0].data.flat[0]) if arguments else 0))
+            return original(self, *arguments)
+
+        monkeypatch.setattr(InterpreterBuilder, name, call)
+
+    for name, letter in (("create_masked_load", "l"), ("create_masked_store", "s"), ("create_barrier", "b")):
+        spy(name, letter)
+    launcher = attention.ForwardLauncher(x.q, 0.25, None, max_logits=True)
+    launcher.fold(x.k, x.v, FULL, scores=PLAIN, final=True)
+    sums = torch.zeros_like(x.k), torch.zeros_like(x.v)
+    attention_dkdv(x.dout, *x[:3], x.dlse, x.dlse, accum=sums, out=sums, config=replace(tiles(16, 32), dkdv_splits=2))
+    assert launcher._row_max is not None
+    for updated in (launcher._row_max, *sums):
+        memory = range(updated.data_ptr(), updated.data_ptr() + updated.nbytes)
+        steps = "".join(letter for letter, address in events if letter == "b" or address in memory)
+        assert "lbs" in steps and "ls" not in steps
+
+
 def expected_tiles(visible: Tensor, rows: int, columns: int) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
     """Return, by the first row of each block, the tiles with a visible pair and the fully visible ones."""
     visible_tiles: dict[int, set[int]] = {}
@@ -156,6 +213,8 @@ def check_loads(loads: Loads, own: list[str], walked: list[str], visible: Tensor
     heads = loads.tensors[own[0]].shape[2]
     every = Counter((first, head) for first in visible_tiles for head in range(heads))
     assert sum(blocks.values(), Counter()) == every, "every block of every head, once"
+    longest_first = sorted(every, key=lambda block: (block[1], block[0] if own[0] == "k" else -block[0]))
+    assert [*chain.from_iterable(blocks[program] for program in sorted(blocks))] == longest_first
     for program, block in blocks.items():
         ((first, head),) = block
         assert all(loads.tiles[name][program] == block for name in own)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,26 @@ def test_a_kernel_that_another_process_compiles_is_waited_for(tmp_path: Path, mo
     waited = time.monotonic() - begin
     other.join()
     assert 0.2 < waited < 30
+
+
+def test_a_kernel_is_compiled_without_a_lock_if_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache may be read-only, and another process may hang while it compiles."""
+    monkeypatch.setattr(warm_up, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    assert warm_up._compile_locked("kernel", lambda: warm_up._compile_locked("kernel", lambda: 1)) == 1
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    assert warm_up._compile_locked("kernel", lambda: 2) == 2
+
+
+def test_a_kernel_that_does_not_compile_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch of the kernel raises the error."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    made: list[float] = []
+    with ThreadPoolExecutor(1) as executor, warm_up._SharedCompileMode(executor) as mode:
+        mode.submit("broken", lambda: 1 / 0, made.append)
+        mode.submit("kernel", lambda: 1.0, made.append)
+    assert made == [1.0] and len(mode.future_kernels) == 2
 
 
 COMPILES = """

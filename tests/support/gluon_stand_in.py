@@ -181,6 +181,7 @@ class Machine:
         self.names = 0
         self.products: dict[str, list[Product]] = {}
         self.sends: dict[str, list[str]] = {}
+        self.loaded: dict[str, list[Pointer]] = {}
         self.ready: dict[str, Callable[[], bool]] = {}
         self.turn = threading.Condition()
         self.running: str | None = None
@@ -209,6 +210,21 @@ class Machine:
             self.turn.wait_for(lambda: self.running == me or self.error is not None)
             if self.error is not None:
                 raise SystemExit
+
+    def load(self, where: Pointer, mask: Any = None, other: Any = None) -> Any:
+        self.loaded.setdefault(self.here(), []).append(where)
+        return load(where, mask, other)
+
+    def store(self, where: Pointer, value: Any, mask: Any) -> None:
+        """Store to global memory, but not where another thread of the partition may still load."""
+        for other in self.loaded.get(self.here(), ()):
+            same = other.memory.data_ptr() == where.memory.data_ptr()
+            assert not (same and torch.isin(where.offsets, other.offsets).any()), "no barrier between load and store"
+        store(where, value, mask)
+
+    def barrier(self) -> None:
+        """Wait for all threads of the partition."""
+        self.loaded.pop(self.here(), None)
 
     # scheduling
 
@@ -381,7 +397,7 @@ def language(machine: Machine) -> SimpleNamespace:
     namespace = SimpleNamespace(
         **dtypes, **{name: lambda *a, **k: None for name in layouts}, jit=pass_through, constexpr_function=pass_through,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: None),
-        constexpr=constexpr, static_range=range, load=load, store=store,
+        constexpr=constexpr, static_range=range, load=machine.load, store=machine.store,
         program_id=lambda axis: tensor(machine.program),
         cdiv=lambda a, b: (a + b - 1) // b,
         arange=lambda begin, end, layout=None: tensor(torch.arange(begin, end)),
@@ -392,7 +408,7 @@ def language(machine: Machine) -> SimpleNamespace:
         exp2=torch.exp2, log2=torch.log2, convert_layout=lambda x, layout: x,
         allocate_shared_memory=machine.allocate, tensor_descriptor=Descriptor,
         warp_specialize=lambda partitions, warps, registers: machine.specialise(partitions),
-        fence_async_shared=lambda: None, debug_barrier=lambda: None,
+        fence_async_shared=lambda: None, debug_barrier=machine.barrier,
         warpgroup_mma=machine.product, warpgroup_mma_wait=machine.drain,
         tma=SimpleNamespace(async_load=machine.copy, async_atomic_add=machine.send, store_wait=machine.sent),
         mbarrier=SimpleNamespace(
