@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ringattn.comm import LocalWorld
 from ringattn.comm.control import open_control
 from ringattn.comm.topology import topology
-from ringattn.comm.topology.nvml import DeviceInfo, Link, link_between
+from ringattn.comm.topology.nvml import DeviceInfo, Link, Nic, link_between
 from ringattn.comm.topology.topology import Topology, _find_cycle, discover_topology, ring_topology
 
 from ..support.clusters import DGX1, cpus, hgx, nvlink_mesh_host
@@ -67,6 +67,11 @@ def test_gpus_that_share_a_nic_share_its_bandwidth() -> None:
     flat = ring_topology(hgx("a", adapters=4) + hgx("b", adapters=4)[:3])
     assert not flat.two_level
     assert sorted(rate for rate in rates(flat) if rate)[:2] == [47, 47]
+
+
+def test_ranks_of_an_nvlink_fabric_use_the_nics_of_their_own_host() -> None:
+    hosts = [replace(hgx(host)[0], fabric="c/1", nics=(Nic(f"of {host}", 400),)) for host in ("a", "b")]
+    assert [nic and nic.name for nic in ring_topology(hosts).nics] == ["of a", "of b"]
 
 
 def test_uneven_hosts_make_a_flat_ring() -> None:
@@ -222,7 +227,9 @@ def test_nodes_without_devices() -> None:
         ([[0, 1]], "a list of nodes"),
         ([[["0"]]], "a list of nodes"),
         ([[[0]], 3], "devices is 3; it must be a tuple with the DeviceInfo of every rank, or empty"),
+        ([[[0], []]], "a list of nodes"),
         ([[[0, 1, 2]], tuple(cpus("a", 2))], "devices has 2 entries; it must have one per rank, 3"),
+        ([[[0]], tuple(cpus("a", 2))], "devices has 2 entries; it must have one per rank, 1"),
     ],
 )
 def test_refused_topologies(arguments: list[Any], message: str) -> None:
