@@ -6,6 +6,7 @@ import itertools
 import os
 import queue
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -182,6 +183,25 @@ def test_has_ended_is_true_only_for_a_process_known_to_be_over(
         assert not has_ended(unknown)
     monkeypatch.setattr(processes, "PROC", tmp_path)  # a system without /proc
     assert not has_ended(own_process())
+
+
+def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, taken = threading.Thread(target=str), list[int]()
+    thread.start()
+    call = tmp_path / f"self/task/{thread.native_id}/syscall"
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    thread.join()
+    assert processes.shut_socket(thread) and not processes.shut_socket(threading.main_thread())  # /proc lacks the file
+    call.parent.mkdir(parents=True)
+    duplicate = os.dup
+    monkeypatch.setattr(processes.os, "dup", lambda file: taken.append(file) or duplicate(file))
+    near, far = socket.socketpair()
+    with near, far:
+        for line in ("running", "0 0x2 0x0", "0 0xffffffff80000003 0x0", f"0 {near.fileno():#x} 0x0", "0 0x3fffffff 0x0"):
+            call.write_text(f"{line}\n")
+            assert processes.shut_socket(thread)
+        assert (taken, far.recv(1)) == ([near.fileno(), 0x3FFFFFFF], b"")
+    assert "pid:[" in own_process()[0] or not own_process()[0]
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])

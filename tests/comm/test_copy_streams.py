@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
+from ringattn.comm import Limits, LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
 from ringattn.comm.control import open_control
 from ringattn.comm.transport import DONE, TransportError
 from ringattn.comm.transports.copy_streams import CudaCopyStream, wait_until_passed
@@ -67,10 +67,16 @@ def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: b
         assert any(device.happens_before(op, end) for end in device.log if end.kind == "synchronize")
 
 
-def on_streams(device: Device) -> ProcessGroupTransport:
+def on_streams(device: Device, **more: Any) -> ProcessGroupTransport:
     group = Mock(rank=lambda: 0, size=lambda: 2, abort=lambda: device.add("abort"))
     group._get_backend.return_value = group
-    return ProcessGroupTransport(group, CPU, control=open_control(single_rank()), copy_stream=CudaCopyStream(CPU))
+    control, stream = open_control(single_rank()), CudaCopyStream(CPU)
+    return ProcessGroupTransport(group, CPU, control=control, copy_stream=stream, **more)
+
+
+def test_process_group_refuses_a_speed_limit_on_streams(device: Device) -> None:
+    with pytest.raises(ValueError, match=r"limits.bytes_per_second is 9.0, which the transport process_group does not"):
+        on_streams(device, limits=Limits(bytes_per_second=9))
 
 
 def test_process_group_aborts_its_backend_once(device: Device) -> None:

@@ -59,7 +59,8 @@ def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Peers:
@@ -97,6 +98,8 @@ def test_resolve_group_takes_process_groups_and_1d_meshes(gloo: dist.ProcessGrou
     with pytest.raises(ValueError, match=r"the dimensions \('data', 'ring'\)"):
         group_rank_size(both)
     assert group_rank_size(both["ring"]) == (0, 1)
+    with pytest.raises(ValueError, match=r"the dimensions \('ulysses', 'ring'\)"):
+        group_rank_size(init_device_mesh("cpu", (1, 1), mesh_dim_names=("ulysses", "ring")))
     with pytest.raises(ValueError, match="with mesh_dim_names"):
         resolve_group(init_device_mesh("cpu", (1, 1)))
     other: Any = 3
@@ -107,8 +110,30 @@ def test_resolve_group_takes_process_groups_and_1d_meshes(gloo: dist.ProcessGrou
         resolve_group(outside)
 
 
-def test_group_none_is_a_single_rank() -> None:
+def test_a_mesh_numbers_its_ranks_row_by_row() -> None:
+    closed: list[tuple[int, object]] = []
+
+    def fn(group: LocalGroup) -> None:
+        rank, mesh = group.rank(), group.mesh(2, 3)
+        assert group.mesh(2, 3) is mesh and group_rank_size(mesh) == (rank, 6)
+        assert (mesh.ring._hub.names, mesh.ring.rank()) == ((rank % 3, rank % 3 + 3), rank // 3)
+        assert (mesh.ulysses._hub.names, mesh.ulysses.rank()) == (tuple(range(rank // 3 * 3, rank // 3 * 3 + 3)), rank % 3)
+        for part in (mesh.ring, mesh.ulysses):
+            part.cache["a ring"] = SimpleNamespace(close=lambda part=part: closed.append((rank, part)))
+        mesh.close()
+        assert [part for number, part in closed if number == rank] == [mesh.ring, mesh.ulysses]
+        with pytest.raises(ValueError, match="ring is True"):
+            group.mesh(True, 6)
+
+    on_ranks(6, fn)
+
+
+def test_group_none_is_a_single_rank(gloo: dist.ProcessGroup) -> None:
+    assert isinstance(open_transport(gloo, transport="local", device="cpu"), LocalTransport)
+    dist.destroy_process_group()
     assert group_rank_size(None) == (0, 1)
+    # A single rank needs no further candidates, some of which import libraries.
+    assert [*make_request(single_rank(), "auto", CPU, None, NO_LIMITS, 1).problems] == ["local"]
     assert resolve_group(None) is resolve_group(None)  # so that the ring cached for the group is found again
     transport = open_transport(device="cpu")
     assert isinstance(transport, LocalTransport)
@@ -136,6 +161,7 @@ def test_process_and_virtual_rank_transports_are_not_interchangeable(
         ("nccl", CPU, "it moves CUDA tensors, but device is cpu"),
         ("nccl_one_sided", CPU, r'"nccl_one_sided", .*: it moves CUDA tensors, but device is cpu \(rank 0\)'),
         ("nccl", torch.device("cuda"), "CUDA device"),
+        ("nccl", CUDA, "device is cuda:0, but torch sees no CUDA device"),
     ],
 )
 def test_transports_refused_for_a_single_rank(
@@ -146,6 +172,17 @@ def test_transports_refused_for_a_single_rank(
         open_transport(transport=transport, device=device)
     with pytest.raises(ValueError, match="topology has 4 ranks; it must have as many as the group, 1"):
         open_transports(device="cpu", topology=Topology.grid(2, 2))
+
+
+def test_a_warm_up_error_is_raised_although_closing_fails_too() -> None:
+    def factory(group: LocalGroup, device: torch.device, **_: object) -> Transport:
+        transport = LocalTransport(group, device)
+        transport.warm_up = Mock(side_effect=TransportError("an edge is broken"))  # type: ignore[method-assign]
+        transport.close = Mock(side_effect=OSError("nothing to close"))  # type: ignore[method-assign]
+        return transport
+
+    with pytest.raises(TransportError, match=r"^an edge is broken$"):
+        open_transport(transport=factory, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -233,8 +270,9 @@ def test_a_throttled_link_moves_both_directions_at_once(
 
 
 def test_transports_of_one_group_take_successive_tags(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Control, "gather", lambda control, value, **_: [value, 3])
-    for tag in (3, 4):
+    """Start again at the first tag after the last one."""
+    monkeypatch.setattr(Control, "gather", lambda control, value, **_: [value, process_group.TAGS - 1])
+    for tag in (process_group.TAGS - 1, 0):
         transport = ProcessGroupTransport(gloo, CPU)
         assert transport._tag == process_group.FIRST_TAG + tag
         transport.close()
@@ -287,6 +325,7 @@ def test_the_cache_of_a_destroyed_group_closes_when_another_group_is_used(gloo: 
     group_cache._GROUP_CACHES[destroyed] = {group_cache.CONNECTION_KEY: SimpleNamespace(close=closed.set)}
     group_cache.get_group_cache(gloo)
     assert closed.wait(HANGS)
+    assert destroyed not in group_cache._GROUP_CACHES, "a cache must close only once"
 
 
 def test_a_failed_batch_interrupts_its_other_transfers(

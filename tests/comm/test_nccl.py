@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from ringattn.comm import DONE, Limits, LocalGroup, Message, NcclTransport, Topo
 from ringattn.comm.control import open_control
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.registry import find_transport
-from ringattn.comm.transports import nccl
+from ringattn.comm.transports import nccl, nccl_one_sided
 from ringattn.comm.transports.nccl import (
     ByNodeTransport,
     ConfiguredCommunicator,
@@ -156,11 +157,12 @@ def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeyp
     linked = f"{single}7f3 r-xp 0 08:01 8 /usr/lib/libnccl.so.2\n"  # same inode, another path
     assert loaded_libraries(linked) == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     two = f"{single}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
+    same_number = f"{single}7f4 r-xp 0 08:02 8 /usr/lib/libnccl.so.2.30.7 (deleted)\n"  # on another device
     monkeypatch.setattr(Path, "read_text", lambda path: single)
     assert loaded_libraries() == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     assert find_duplicate_nccl() is None
     both = r"2 NCCL libraries are loaded: /opt/a b/nccl/lib/libnccl\.so\.2 and /usr/lib/libnccl\.so\.2\.30\.7"
-    for maps, match in ((two, both), (none, r"libnccl\.so\.2 is not loaded")):
+    for maps, match in ((two, both), (same_number, both), (none, r"libnccl\.so\.2 is not loaded")):
         monkeypatch.setattr(Path, "read_text", lambda path, maps=maps: maps)
         nccl._library.cache_clear()
         with pytest.raises(TransportError, match=match):
@@ -168,6 +170,26 @@ def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeyp
         if maps is two:
             with pytest.raises(TransportError, match=both):
                 open_alone()
+
+
+def test_argument_types_of_libnccl_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Declare every argument, because ctypes would cut a pointer to 32 bits."""
+    library: Any = Mock()
+    monkeypatch.setattr(nccl, "loaded_libraries", lambda: [Path("/opt/libnccl.so.2")])
+    monkeypatch.setattr(ctypes, "CDLL", {"/opt/libnccl.so.2": library}.__getitem__)
+    nccl._library.cache_clear()
+    nccl_one_sided._declare(nccl._library())
+    nccl._library.cache_clear()
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "u": ctypes.c_uint, "s": ctypes.c_size_t, "U": nccl._UniqueId}
+    functions = {
+        "ncclCommInitRankConfig": "piUip", "ncclSend": "psiipp", "ncclRecv": "psiipp", "ncclCommGetAsyncError": "pp",
+        "ncclCommAbort": "p", "ncclCommDestroy": "p", "ncclGetErrorString": "i", "ncclMemAlloc": "ps",
+        "ncclMemFree": "p", "ncclCommWindowRegister": "ppspi", "ncclCommWindowDeregister": "pp",
+        "ncclPutSignal": "psiipsiiupp", "ncclSignal": "iiiupp", "ncclWaitSignal": "ippp",
+    }  # fmt: skip
+    for name, letters in functions.items():
+        assert getattr(library, name).argtypes == tuple(kinds[letter] for letter in letters), name
+    assert library.ncclGetErrorString.restype is ctypes.c_char_p
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -343,6 +365,12 @@ def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch)
         open_alone(timeout=0.05)
     given_up.set()
     assert fabric.abort_called.wait(60), "a communicator that is created too late must be aborted"
+    fabric.abort_called.clear()
+    # The communicator comes between the timeout and its notice.
+    monkeypatch.setattr(nccl, "run_with_timeout", lambda seconds, join, device, name: bool(join()))
+    with pytest.raises(TransportError, match="did not all join"):
+        open_alone()
+    assert fabric.abort_called.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -456,6 +484,7 @@ def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monk
         )
         assert isinstance(inside, NcclTransport) and isinstance(between, NcclTransport)
         assert inside._copy_stream.stream is not between._copy_stream.stream
+        assert inside.reason == between.reason != ""
         with pytest.raises(TransportError, match=r"rank 0: peer is 5; this communicator connects only ranks \[0, 3\]"):
             between.warm_up([(0, 5)])
 
@@ -506,6 +535,14 @@ def test_a_communicator_is_destroyed_or_aborted_once(fabric: Fabric, device: Dev
     transport.close()
     transport.close()
     assert ends(device) == ["abort", "free"]
+
+    transport = open_alone()
+    transport._timeout = 0.05
+    device.log.clear()
+    with transport._call_lock:  # a call that does not return
+        transport.close()
+        assert ends(device) == ["abort"]
+    wait_until(lambda: ends(device) == ["abort", "free"])
 
     # ncclCommDestroy blocks while a dead peer is silent.
     transport, peer, over = open_alone(), threading.Event(), list[bool]()

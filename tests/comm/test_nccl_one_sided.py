@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -124,6 +126,77 @@ def test_a_window_that_cannot_be_created_is_an_error_on_every_rank(call: str, wi
     assert windows.left == (0, 0)
 
 
+def test_memory_of_another_owner_is_deregistered_but_not_freed(windows: Windows) -> None:
+    def fn(group: LocalGroup) -> None:
+        transport, arena = opened(group), torch.zeros(512, dtype=torch.uint8)
+        assert transport.multiprocessors == 0
+        before = windows.left
+        transport.register(arena[:256])
+        assert transport._window(arena[255:]) is not None and transport._window(arena[256:]) is None
+        transport.release(arena[:256])
+        assert windows.left == before and not windows.freed
+        transport.close()
+        transport.release(arena)  # the end of the transport has released everything
+        with pytest.raises(TransportError, match="is closed"):
+            transport.zeros(256)
+
+    on_ranks(1, fn)
+
+
+@pytest.mark.parametrize("method", ["abort", "destroy", "check_async_error"])
+def test_both_communicators_end_and_are_checked(method: str) -> None:
+    both = Mock(), Mock()
+    getattr(nccl_one_sided._Communicators(*both), method)()
+    assert [getattr(comm, method).call_count for comm in both] == [1, 1]
+
+
+def test_each_communicator_makes_its_first_call_when_it_opens(
+    windows: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals, signal = list[object](), OneSided.signal
+    monkeypatch.setattr(OneSided, "signal", lambda self, *given: signals.append(self) or signal(self, *given))
+
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        assert signals == [transport._comm.data, transport._comm.free]
+
+    on_ranks(1, fn)
+
+
+def test_the_first_communicator_is_aborted_when_the_second_fails(
+    windows: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, failed = Mock(), TransportError("rank 0: ranks [0] did not join")
+    monkeypatch.setattr(nccl_one_sided.NcclTransport, "_join", Mock(side_effect=[first, failed]))
+
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(TransportError, match="did not join"):
+            opened(group)
+
+    on_ranks(1, fn)
+    first.abort.assert_called_once()
+
+
+def test_a_step_that_other_ranks_do_not_take_is_named(windows: Windows) -> None:
+    def fn(group: LocalGroup) -> None:
+        transport, over = opened(group), threading.Event()
+        transport._timeout = 0.05
+        with pytest.raises(TransportError, match=r"rank 0 cannot wait: other ranks did not do the same within 0\.05 s"):
+            transport._together(over.wait, "wait")
+        over.set()
+
+    on_ranks(1, fn)
+
+
+def test_memory_of_nccl_is_wrapped_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap = Mock()
+    monkeypatch.setattr(torch, "as_tensor", wrap)
+    nccl_one_sided.tensor_at(4096, 24, torch.device("cuda", 1))
+    (memory,), options = wrap.call_args
+    assert memory.__cuda_array_interface__["data"] == (4096, False) and options == {"device": torch.device("cuda", 1)}
+    assert (memory.__cuda_array_interface__["shape"], memory.__cuda_array_interface__["typestr"]) == ((24,), "|u1")
+
+
 def test_windows_of_different_sizes_are_refused(windows: Windows) -> None:
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
@@ -199,6 +272,7 @@ def test_capture_into_a_cuda_graph_is_refused(windows: Windows, monkeypatch: pyt
         (22907, 13000, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment lets a"),
         (22907, 13000, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, None),
         (22907, 13000, {"NCCL_WIN_ENABLE": "0"}, "NCCL_WIN_ENABLE=0 in the environment disables"),
+        (22907, 13000, {"NCCL_CUMEM_ENABLE": "0"}, "NCCL_CUMEM_ENABLE=0 in the environment disables"),
         (22907, 13000, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "lets ranks share a GPU"),
     ],
 )

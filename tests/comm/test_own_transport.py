@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
@@ -11,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from ringattn.comm import (
     open_transport,
     open_transports,
     register_transport,
+    registry,
     testing,
     transport_names,
     unregister_transport,
@@ -134,6 +137,21 @@ def test_example_passes_the_conformance_suite(world_size: int, name: str) -> Non
         world.run(partial(check_transport, name))
 
 
+def test_entry_points_are_loaded_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find(group: str) -> list[Any]:
+        asked.append(group)
+        broken = SimpleNamespace(name="broken", value="no_such_module", load=partial(importlib.import_module, "no_such_module"))
+        return [broken, SimpleNamespace(load=partial(register_transport, name, Opener()))]
+
+    asked: list[str] = []
+    monkeypatch.setattr(registry, "entry_points", find)
+    registry._load_entry_points.cache_clear()
+    assert name in transport_names() and name in transport_names() and asked == ["ringattn.transports"]
+    assert "could not load the entry point broken = no_such_module" in caplog.text
+
+
 @pytest.mark.nightly
 def test_example_as_an_entry_point_of_a_package(tmp_path: Path) -> None:
     (tmp_path / "counted.py").write_text(IMPORTS + EXAMPLE)
@@ -199,7 +217,7 @@ def test_factories_that_differ_between_ranks_are_refused() -> None:
 
     def fn(group: LocalGroup) -> None:
         with pytest.raises(
-            TransportError, match=r"transport differs between ranks \(rank 0: .*Opener, rank 1: .*lambda"
+            TransportError, match=rf"transport differs between ranks \(rank 0: {__name__}.Opener, rank 1: .*lambda"
         ):
             open_transport(group, transport=openers[group.rank()], device="cpu")
         with Ring(group, transport=openers[group.rank()]) as ring, pytest.raises(ValueError, match="transport differs"):

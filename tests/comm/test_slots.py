@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
-from ringattn.comm import Slots, slot_nbytes
+from ringattn.comm import Slots, slot_nbytes, slot_windows
 from ringattn.comm.slots import ALIGNMENT, MAX_CACHED_FORMS, TensorSpec
 from ringattn.comm.transports.copy_streams import CudaCopyStream
 
@@ -80,6 +82,36 @@ def test_growing_on_another_stream_does_not_race(monkeypatch: pytest.MonkeyPatch
             slots.reserve(10_000)
         recorder.end()
     assert Graph(recorder.log).races() == []
+
+
+def test_transfers_run_after_the_zeros_of_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, _ = install(monkeypatch)
+    with acting(recorder, 0):
+        slots, lane = Slots(1, GPU), CudaCopyStream(GPU)
+        recorder.begin()
+        slots.reserve(100)
+        with torch.cuda.stream(lane.stream):  # the first transfer into a slot waits for no compute
+            slots.tensors(0, [((10,), torch.float32)])[0].fill_(1)
+        recorder.end()
+    assert Graph(recorder.log).races() == []
+
+
+def test_windows_of_slots_are_shared_by_all_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ranks = Mock(), Mock()
+    memory = first.zeros.return_value = torch.zeros(2 * ALIGNMENT, dtype=torch.uint8)
+    slots = Slots(2, CPU, slot_windows(ranks))
+    synchronized = Mock()
+    monkeypatch.setattr(slots, "_synchronize_zeros", synchronized)
+    first.release = Mock(side_effect=lambda memory: synchronized.assert_called())
+    slots.reserve(100)
+    first.zeros.assert_called_once_with(2 * ALIGNMENT)
+    second.register.assert_called_once_with(memory)
+    synchronized.reset_mock()
+    for _ in range(2):
+        slots.release()
+    for transport in ranks:
+        transport.release.assert_called_once_with(memory)
+    assert slot_windows([first, object()]) is None  # type: ignore[list-item]
 
 
 def test_slots_keep_their_high_water_mark() -> None:

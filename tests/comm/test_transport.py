@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from ringattn.comm import LocalGroup, LocalTransport
 from ringattn.comm import transport as comm_transport
-from ringattn.comm.transport import PATTERN_BYTES, _pattern
+from ringattn.comm.transport import PATTERN_BYTES, DoneFence, _pattern, decode_value, encode_value
+from ringattn.comm.world import single_rank
 
 from ..support.group_cases import GROUP_CASES, PATIENCE, group_ranks, run_cases
 from ..support.rank_processes import GroupProcesses
@@ -56,6 +59,20 @@ def test_warm_up_patterns_differ_between_edges_and_under_shifts() -> None:
         assert int((first != second).sum()) >= PATTERN_BYTES // 4
     for shift in (1, 4, 128, 256, 512, 1024, 2048):
         assert int((patterns[1][shift:] != patterns[1][:-shift]).sum()) > (PATTERN_BYTES - shift) // 2
+
+
+def test_a_warm_up_sends_its_patterns_after_they_are_written() -> None:
+    transport, mark = LocalTransport(single_rank(), CPU), DoneFence()
+    transport.mark = lambda: mark  # type: ignore[method-assign]
+    transport.post = Mock(wraps=transport.post)  # type: ignore[method-assign]
+    transport.warm_up([(0, 0)])
+    assert transport.post.call_args.kwargs["after"] == [mark]
+
+
+def test_long_values_are_compressed() -> None:
+    short, long = [[1] * count for count in (50, 2000)]
+    assert encode_value(short) == json.dumps(short, separators=(",", ":")).encode() and len(encode_value(long)) < 100
+    assert [decode_value(encode_value(value), "a value") for value in (short, long)] == [short, long]
 
 
 def test_the_timer_of_a_warm_up_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

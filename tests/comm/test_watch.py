@@ -107,6 +107,7 @@ def test_the_failed_transfer_is_named_not_the_oldest(caplog: pytest.LogCaptureFi
 def test_a_problem_that_a_transport_notices_ends_the_ring() -> None:
     ranks, _ = ranks_in_first_hop(2)
     ranks.transports[0].check = lambda: "the link is down"  # type: ignore[method-assign,assignment,return-value]
+    ranks.watches[0]._transports = lambda: [AbortRecorder(), ranks.transports[0]]  # type: ignore[list-item,return-value]
     ranks.watches[0].tick()
     assert "forward hop 1: K/V" in ranks.transports[0].reasons[0]
     assert " failed: the link is down" in ranks.transports[0].reasons[0]
@@ -426,6 +427,9 @@ def test_an_idle_rank_answers_questions_at_its_next_poll(answered: bool, monkeyp
     ranks.watches[1].tick()
     words: Any = ranks.controls[0].read_key("words/1") or {}
     assert ("2" in words, ranks.connection(1).asked > asked) == (not answered, not answered)
+    ranks.controls[0].publish("words/0", {"2": [{"heads": "4"}, None, False]})
+    ranks.watches[1].tick()
+    assert ("heads differs" in str(ranks.watches[1].failure_reason())) is not answered
 
 
 def test_clocks_restart_after_a_stopped_process_continues(clock: ManualClock) -> None:
@@ -466,6 +470,9 @@ def test_a_fault_in_one_ring_does_not_stop_watching_the_others(
         wait_until(lambda: len(ticks) >= 3)
     assert "the watchdog of rank 0 failed" in caplog.text
     broken.close()
+    left: Any = [good, Mock(rank=3, device="a device that has failed")]
+    module._tick(left)
+    assert left == [good] and "the watchdog of rank 3 failed" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12, in a process with threads
@@ -551,7 +558,7 @@ def test_stop_waits_for_a_running_tick(fast: Watchdog) -> None:
 def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
     rings = [FailureGroup() for _ in range(2)]
 
-    def fn(group: LocalGroup) -> list[tuple[float | None, object]]:
+    def fn(group: LocalGroup) -> list[tuple[float | None, object, bool]]:
         watches = [
             open_watch(
                 group,
@@ -566,10 +573,10 @@ def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
         assert {*watches} == {*rings[group.rank()].watches}
         for watch in watches:
             watch.close()
-        return [(watch._posts._seconds, watch._fatal) for watch in watches]
+        return [(watch._posts._seconds, watch._fatal, watch._ends_all_ranks) for watch in watches]
 
     with LocalWorld(2, device="cpu") as world:
-        assert world.run(fn) == [[(NEVER, None), (5.0, None)]] * 2
+        assert world.run(fn) == [[(NEVER, None, True), (5.0, None, True)]] * 2
 
 
 @pytest.mark.parametrize(("device", "steps"), [("cpu", []), ("cuda:0", ["flush", 75])])
