@@ -358,6 +358,7 @@ def test_every_store_thread_is_joined_at_exit(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_abandoned_request_is_not_sent_to_the_store() -> None:
     connection, gate, done = StoreConnection(HashStore()), threading.Event(), list[Store]()
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "ringattn-store")
     connection.enqueue(lambda store: gate.wait(HANGS))
     with pytest.raises(TransportError, match=r"has not answered for 0\.05 s"):
         connection.call_store(done.append, 0.05)

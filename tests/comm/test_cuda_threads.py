@@ -63,7 +63,7 @@ def test_the_exit_waits_for_threads_and_for_those_that_they_start(monkeypatch: p
     monkeypatch.setattr(cuda_threads, "DRIVER_SECONDS", 0.01)
     stuck = start_thread(gate.wait, CPU, "stuck")  # as in a call of the driver that never returns
     cuda_threads._join_all()
-    assert stuck.is_alive()
+    assert stuck.is_alive() and stuck.daemon
     gate.set()
 
 

@@ -39,6 +39,8 @@ def finished() -> ManualTransfer:
 
 
 def test_the_default_deadline_is_a_multiple_of_the_median() -> None:
+    documented = FIRST_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS, MEDIAN_FACTOR, LONGEST_FACTOR
+    assert documented == (600.0, 60.0, 100, 4)  # in the docstring of `Ring`
     deadlines = Deadlines(None, ask_why=True)
     assert deadlines.limit(Post(*post(ManualTransfer()))) == FIRST_DEADLINE_SECONDS
     for _ in range(9):
@@ -171,5 +173,5 @@ def test_a_poll_queries_a_bounded_number_of_fences() -> None:
 
 def test_messages_of_one_edge_are_summed() -> None:
     whole = Post("hop 1", ManualTransfer(), (), [(1, 64), (2, 8), (1, 4)], [(2, 32), (2, 2)], 0.0, 1)
-    assert whole.edges(0, range(3)) == "34 bytes rank 2 -> rank 0, 68 bytes rank 0 -> rank 1, 8 bytes rank 0 -> rank 2"
+    assert whole.edges(0, (5, 6, 7)) == "34 bytes rank 7 -> rank 5, 68 bytes rank 5 -> rank 6, 8 bytes rank 5 -> rank 7"
     assert whole.nbytes == 110

@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ from ringattn.comm.world import DEFAULT_TIMEOUT, single_rank
 
 from ..support.cuda.device import install_streams
 from ..support.cuda.nccl import Fabric, install_nccl
-from ..support.transport_cases import HANGS, on_ranks, wait_until
+from ..support.transport_cases import HANGS, numbered_control, on_ranks, wait_until
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -67,7 +67,8 @@ class Peers:
     """A process group whose other ranks send this rank's request, except for the fields in ``change``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str, size: int = 2) -> None:
-        self.names, self.others = range(size), size - 1
+        self.names: Sequence[int] = range(size)
+        self.others = size - 1
         self.change: dict[str, object] = {}  # fields of the peers' request, or problems by transport name
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
 
@@ -183,6 +184,10 @@ def test_a_warm_up_error_is_raised_although_closing_fails_too() -> None:
 
     with pytest.raises(TransportError, match=r"^an edge is broken$"):
         open_transport(transport=factory, device="cpu")
+    with pytest.raises(TransportError, match=r"^rank 10: OSError: no room$"):
+        open_transport(
+            transport=Mock(side_effect=OSError("no room")), device="cpu", control=numbered_control(single_rank())
+        )
 
 
 @pytest.mark.parametrize(
@@ -205,8 +210,8 @@ def test_transports_refused_for_processes(
 @pytest.mark.parametrize("field", ["transport", "device", "topology", "limits"])
 def test_disagreements_name_the_value_of_every_rank(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Peers(monkeypatch, "cpu:gloo")
-    peers.change = {field: "another"}
-    with pytest.raises(TransportError, match=rf"{field} differs between ranks \(rank 0: .*, rank 1: another\)"):
+    peers.change, peers.names = {field: "another"}, (4, 7)
+    with pytest.raises(TransportError, match=rf"{field} differs between ranks \(rank 4: .*, rank 7: another\)"):
         peers.choose("auto", CPU)
 
 
@@ -375,9 +380,9 @@ def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
 def test_auto_chooses_a_transport_of_all_ranks(able: Peers) -> None:
     assert able.choose("auto", CUDA) == [("nccl",), ("process_group",)]
     assert able.choose("auto", CPU) == [("process_group",)]
-    able.change = {"nccl": "CuPy could not be imported"}  # on the other rank only
+    able.change, able.names = {"nccl": "CuPy could not be imported"}, (4, 7)  # on the other rank only
     assert able.choose("auto", CUDA) == [("process_group",)]
-    with pytest.raises(ValueError, match=r'transport is "nccl", .*: CuPy could not be imported \(rank 1\)'):
+    with pytest.raises(ValueError, match=r'transport is "nccl", .*: CuPy could not be imported \(rank 7\)'):
         able.choose("nccl", CUDA)
 
 

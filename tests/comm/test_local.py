@@ -141,12 +141,19 @@ def test_keyboard_interrupt_unblocks_the_ranks(monkeypatch: pytest.MonkeyPatch) 
         world.run(fn)
 
 
+def numbered(group: LocalGroup) -> LocalTransport:
+    """Return a transport whose errors number the ranks from 4 on."""
+    transport = LocalTransport(group, CPU)
+    transport.names = range(4, 4 + group.size())
+    return transport
+
+
 def send(group: LocalGroup) -> None:
-    LocalTransport(group, CPU).post(sends=[Message(1, torch.zeros(3))], receives=[]).wait()
+    numbered(group).post(sends=[Message(1, torch.zeros(3))], receives=[]).wait()
 
 
 def receive(group: LocalGroup, count: int = 3) -> None:
-    LocalTransport(group, CPU).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(count))])
+    numbered(group).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(count))])
 
 
 Body = Callable[[LocalGroup], object]
@@ -156,9 +163,9 @@ Body = Callable[[LocalGroup], object]
     ("first", "second", "match"),
     [
         (exchange, str, "rank 1 has already returned"),
-        (send, str, "rank 0 waits until rank 1 takes 12 bytes: rank 1 has already returned"),
-        (send, lambda group: receive(group, 4), "expects 16 bytes from rank 0, which sent 12"),
-        (receive, receive, r"rank \d waits for bytes from rank \d: nothing happened for 0\.5 s. Check that all ranks"),
+        (send, str, "rank 4 waits until rank 5 takes 12 bytes: rank 1 has already returned"),
+        (send, lambda group: receive(group, 4), "rank 5 expects 16 bytes from rank 4, which sent 12"),
+        (receive, receive, r"rank (4 waits for bytes from rank 5|5 waits for bytes from rank 4): nothing happened for 0\.5 s. Check that all ranks"),
     ],
 )
 def test_deadlocked_waits_raise(first: Body, second: Body, match: str) -> None:

@@ -36,7 +36,7 @@ from ringattn.comm.world import single_rank
 
 from ..support.cuda.device import Device, Op
 from ..support.cuda.nccl import Fabric, check_held
-from ..support.transport_cases import CASES, constant_tensor, on_ranks, wait_until
+from ..support.transport_cases import CASES, constant_tensor, numbered_control, on_ranks, wait_until
 from ..support.watch_cases import memory_controls
 
 UNDEFINED = -(2**31)
@@ -201,12 +201,12 @@ def device(fabric: Fabric) -> Device:
 
 
 def open_alone(timeout: float = 60.0, limits: Limits = NO_LIMITS, device: torch.device = CPU) -> NcclTransport:
-    control = open_control(single_rank())
+    control = numbered_control(single_rank())
     return NcclTransport(rank=0, size=1, device=device, control=control, timeout=timeout, limits=limits)
 
 
 def opened(group: LocalGroup) -> NcclTransport:
-    return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, control=open_control(group), timeout=60)
+    return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, control=numbered_control(group), timeout=60)
 
 
 def kinds(ops: list[Op]) -> list[str]:
@@ -225,7 +225,7 @@ def test_conformance(name: str, world_size: int, fabric: Fabric) -> None:
 
 
 def through(nodes: tuple[tuple[int, ...], ...], group: LocalGroup) -> ByNodeTransport:
-    more: Any = {"device": CPU, "control": open_control(group), "timeout": 60}
+    more: Any = {"device": CPU, "control": numbered_control(group), "timeout": 60}
     return ByNodeTransport(rank=group.rank(), size=group.size(), nodes=nodes, **more)
 
 
@@ -242,7 +242,7 @@ def test_group_end_is_called_when_an_operation_raises(kind: str, fabric: Fabric,
     fabric.fail_on = kind
     tensor = constant_tensor(1, 4, CPU)
     fabric.cut()
-    with pytest.raises(TransportError, match="rank 0: NCCL refused a group of transfers: NCCL_ERROR_INVALID_USAGE"):
+    with pytest.raises(TransportError, match="rank 10: NCCL refused a group of transfers: NCCL_ERROR_INVALID_USAGE"):
         transport.post(sends=[Message(0, tensor)], receives=[Message(0, constant_tensor(0, 4, CPU))])
     assert kinds(device.log)[-1] == "groupEnd"
     assert kinds(device.log).count("groupStart") == 1
@@ -272,7 +272,7 @@ def test_an_abort_unblocks_a_call_and_frees_the_communicator_after_it(
         raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
 
     fabric.before_end = blocked
-    with pytest.raises(TransportError, match="the nccl transport of rank 0 was aborted: hop 3 is 20 s late"):
+    with pytest.raises(TransportError, match="the nccl transport of rank 10 was aborted: hop 3 is 20 s late"):
         transport.post(sends=messages, receives=messages)
     aborting.join(60)
     assert ends(device) == ["abort", "left", *(["free"] if returns else [])]
@@ -347,7 +347,7 @@ def test_nccl_async_errors_abort_the_ring(fabric: Fabric, device: Device) -> Non
     _tick([watch])
     where = "rank 0: forward hop 1: K/V (32 bytes rank 1 -> rank 0, 64 bytes rank 0 -> rank 1)"
     assert str(watch.failure_reason()).startswith(
-        f"{where} failed: the nccl transport of rank 0: {fabric.async_error}."
+        f"{where} failed: the nccl transport of rank 10: {fabric.async_error}."
     )
     assert "abort" in kinds(device.log)
     assert transport.check() is None, "an aborted transport reports no further problem"
@@ -361,7 +361,7 @@ def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch)
         return make(*arguments)
 
     monkeypatch.setattr(fabric, "NcclCommunicator", late)
-    with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not all join within 0\.05 s"):
+    with pytest.raises(TransportError, match=r"rank 10: ranks \[10\] did not all join within 0\.05 s"):
         open_alone(timeout=0.05)
     given_up.set()
     assert fabric.abort_called.wait(60), "a communicator that is created too late must be aborted"
@@ -500,8 +500,8 @@ def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monk
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("get_unique_id", "^NCCL of rank 0 could not create a unique id: NCCL_ERROR_SYSTEM_ERROR$"),
-        ("NcclCommunicator", r"rank \d: NCCL could not create a communicator: NCCL_ERROR_SYSTEM_ERROR"),
+        ("get_unique_id", "^NCCL of rank 10 could not create a unique id: NCCL_ERROR_SYSTEM_ERROR$"),
+        ("NcclCommunicator", r"rank 1[0-2]: NCCL could not create a communicator: NCCL_ERROR_SYSTEM_ERROR"),
     ],
 )
 def test_nccl_init_errors_are_raised_on_all_ranks(
@@ -518,7 +518,9 @@ def test_nccl_init_errors_are_raised_on_all_ranks(
     on_ranks(3, fn)
 
 
-def test_a_communicator_is_destroyed_or_aborted_once(fabric: Fabric, device: Device) -> None:
+def test_a_communicator_is_destroyed_or_aborted_once(
+    fabric: Fabric, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
     transport = open_alone()
     device.log.clear()
     transport.close()
@@ -549,7 +551,7 @@ def test_a_communicator_is_destroyed_or_aborted_once(fabric: Fabric, device: Dev
     transport._timeout = 0.05
     fabric.on_destroy = lambda: over.append(peer.wait(60))
     transport.close()
-    assert not over
+    assert not over and "rank 10: NCCL did not destroy its communicator within 0.05 s" in caplog.messages
     peer.set()
 
 

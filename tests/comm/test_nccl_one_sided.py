@@ -105,7 +105,7 @@ def test_free_signals_and_data_signals_are_counted_apart(
 @pytest.mark.parametrize("call", ["allocate", "register", "no symmetric memory"])
 def test_a_window_that_cannot_be_created_is_an_error_on_every_rank(call: str, windows: Windows) -> None:
     def refused(group: LocalGroup, make: Callable[[LocalGroup], object]) -> None:
-        who = "rank 0" if call.startswith("no") else "rank 1"
+        who = "rank 10" if call.startswith("no") else "rank 11"
         with pytest.raises(TransportError, match=rf"{who} cannot \w+ a window of \d+ bytes: (unhandled|no symmetric)"):
             make(group)
 
@@ -181,7 +181,7 @@ def test_a_step_that_other_ranks_do_not_take_is_named(windows: Windows) -> None:
     def fn(group: LocalGroup) -> None:
         transport, over = opened(group), threading.Event()
         transport._timeout = 0.05
-        with pytest.raises(TransportError, match=r"rank 0 cannot wait: other ranks did not do the same within 0\.05 s"):
+        with pytest.raises(TransportError, match=r"rank 10 cannot wait: other ranks did not do the same within 0\.05 s"):
             transport._together(over.wait, "wait")
         over.set()
 
@@ -226,9 +226,9 @@ def test_an_abort_returns_although_a_signal_never_arrives(
             transport.abort("hop 3 is 20 s late")
             transport.close()
             assert time.monotonic() - begun < 10 and not fence.done()
-            assert "rank 0: a signal never arrived" in caplog.text
+            assert "rank 10: a signal never arrived" in caplog.text
             assert not transport._finalizer.alive, "abort and close must end the communicator once"
-            with pytest.raises(TransportError, match="of rank 0 was aborted: hop 3 is 20 s late"):
+            with pytest.raises(TransportError, match="of rank 10 was aborted: hop 3 is 20 s late"):
                 transport.post(sends=[], receives=[])
         transport.gather(None)
         device.blocks = False  # the process ends
@@ -303,6 +303,8 @@ def test_calls_into_libnccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rest == [("ncclCommWindowDeregister", (77, 55)), ("ncclMemFree", (1000,))]
     with pytest.raises(TransportError, match="NCCL has no symmetric memory between these GPUs"):
         communicator.register(1000, 4096)
+    name, (comm, *memory, _, flags) = library.calls[-1]
+    assert (name, comm, memory, flags) == ("ncclCommWindowRegister", 77, [1000, 4096], 1)
     assert communicator.allocate(4096) == 0
     library.status = 5
     with pytest.raises(TransportError, match="error 5"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import os
 import re
 import subprocess
@@ -167,14 +168,17 @@ def test_example_as_an_entry_point_of_a_package(tmp_path: Path) -> None:
     assert "could not load the entry point broken = no_such_module" in ran.stderr
 
 
-def test_auto_takes_the_transport_with_the_highest_preference(name: str) -> None:
+def test_auto_takes_the_transport_with_the_highest_preference(name: str, caplog: pytest.LogCaptureFixture) -> None:
     register_transport(name, Opener(), preference=1000, unavailable=lambda group, device, limits: "on strike")
     refused = open_transport(device="cpu")
     assert refused.reason == "auto selected local; not counting: on strike (rank 0)"
     unregister_transport(name)
     register_transport(name, Opener(), preference=1000)
     assert transport_names()[0] == name
-    assert (open_transport(device="cpu").name, open_transport(device="cpu").reason) == (name, f"auto selected {name}")
+    with caplog.at_level(logging.INFO, "ringattn"):
+        opened = open_transport(device="cpu")
+    assert (opened.name, opened.reason) == (name, f"auto selected {name}")
+    assert f"rank 0 of 1, tensors on cpu: auto selected {name}" in caplog.messages
 
 
 def fails(mistake: Callable[[], Any], opener: Opener, group: Any, device: torch.device, **opening: Any) -> Any:

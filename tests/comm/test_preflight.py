@@ -109,8 +109,10 @@ def test_every_rank_gets_the_first_differing_field_and_all_values() -> None:
     ranks = preflights(3)
     mine = [{"dtype": "fp16", "heads": 8, "mask": 1}, {"dtype": "fp16", "heads": 4, "mask": 1}]
     mine.append({"dtype": "fp16", "heads": 8, "mask": 2})
+    for rank in ranks:
+        rank._control.names = (4, 7, 5)
     verdict = run_on_all(ranks, lambda rank: agree(rank, mine[ranks.index(rank)]))
-    assert verdict == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8). {MUST}", False)] * 3
+    assert verdict == [Verdict(f"heads differs between ranks (rank 4: 8, rank 5: 8, rank 7: 4). {MUST}", False)] * 3
     assert [[*rank._pack_statements()] for rank in ranks] == [["1"]] * 3  # kept for a rank that has not looked yet
     # No data has moved, so the ranks go on with equal fields and equal histories.
     assert run_on_all(ranks, lambda rank: agree(rank, mine[0])) == [None] * 3

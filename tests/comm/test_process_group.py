@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.comm.transport import TransportError
+from ringattn.comm.transport import Message, TransportError
 from ringattn.comm.transports import process_group
-from ringattn.comm.transports.process_group import TransferThread, TransferWork
+from ringattn.comm.transports.process_group import ProcessGroupTransport, TransferThread, TransferWork
 
 from ..support.transport_cases import wait_until
 
@@ -28,7 +28,7 @@ def test_work_runs_in_order_without_blocking_the_caller() -> None:
     begun = time.perf_counter()
     gate.set()
     fences[-1].wait()
-    assert order == list(range(20))
+    assert order == list(range(20)) and stream._thread is not None and stream._thread.daemon
     assert all(fence.done() for fence in fences)
     assert begun < fences[0].finished_at < fences[-1].finished_at < time.perf_counter()
     stream.close()
@@ -108,6 +108,13 @@ def test_an_unexpected_error_of_a_transfer_is_named() -> None:
     with pytest.raises(TransportError, match=r"^a transfer failed: KeyError: 'rank 3'$"):
         stream.submit(lambda: {}["rank 3"]).wait()
     stream.close()
+
+
+def test_a_transfer_that_cannot_start_is_described_by_the_ranks_of_the_mesh() -> None:
+    transport, refuse = Mock(rank=0, names=(7, 8)), Mock(side_effect=RuntimeError("closed by peer"))
+    with pytest.raises(TransportError, match=r"^rank 7: send of 24 bytes to rank 8 failed: closed by peer$"):
+        ProcessGroupTransport._start(transport, refuse, "group_dst", "send of {} bytes to", Message(1, torch.zeros(6)))
+    assert refuse.call_args.kwargs == {"group": transport._group, "tag": transport._tag, "group_dst": 1}
 
 
 def test_only_transfers_of_gloo_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -498,14 +498,16 @@ def test_stream_deadlines_end_the_process_with_the_reason(clock: ManualClock, ca
     for rank, text in ranks.ended:
         assert ranks.transports[rank].reasons == [text]  # aborted before
     assert "Last reported: rank 1: in forward hop 1: K/V (" in ranks.ended[0][1]
-    (watch, *_), error = ranks_in_first_hop(2, fatal=True)[0].watches, MemoryError("no room")
+    (watch, *_), error = ranks_in_first_hop(2, fatal=True, names=(4, 6))[0].watches, MemoryError("no room")
     assert watch.report_failure(error) is error
-    assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
+    assert [record.message for record in caplog.records if record.exc_info and record.exc_info[1] is error] == [
+        "rank 4 failed"
+    ]
 
 
 def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
-    ranks = WatchedRanks(2, patience=0.2)
-    with pytest.raises(TransportError, match=r"^rank 0: comparing .* no answer from rank 1 within 0\.2 s\. Last"):
+    ranks = WatchedRanks(2, patience=0.2, names=(1, 3))
+    with pytest.raises(TransportError, match=r"^rank 1: comparing .* no answer from rank 3 within 0\.2 s\. Last"):
         ranks.watches[0].agree_on_call({"heads": 8})
 
 
@@ -615,7 +617,7 @@ def test_the_first_failure_stays_and_aborts_once(caplog: pytest.LogCaptureFixtur
 def test_an_answering_store_resets_the_pause_between_retries(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks, pauses = WatchedRanks(2, deadline=HANGS), list[float]()
+    ranks, pauses = WatchedRanks(2, deadline=HANGS, names=(4, 6)), list[float]()
     watch, connection = ranks.watches[0], ranks.connection(0)
     with caplog.at_level(logging.INFO, "ringattn"):
         for problem in (*["silent"] * 5, None, "silent"):
@@ -626,7 +628,7 @@ def test_an_answering_store_resets_the_pause_between_retries(
             clock.now += module.MAX_SILENT_SECONDS
     assert pauses == [2.0, 4.0, 8.0, 16.0, 16.0, 2.0]
     assert connection.asked == 5 + 2 + 1, "a silent store is asked once per pause"
-    assert [record.message for record in caplog.records] == ["rank 0: silent"]
+    assert [record.message for record in caplog.records] == ["rank 4: silent"]
 
 
 def test_a_call_is_passed_on_to_the_preflight_with_every_argument() -> None:
