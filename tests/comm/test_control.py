@@ -197,7 +197,13 @@ def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(processes.os, "dup", lambda file: taken.append(file) or duplicate(file))
     near, far = socket.socketpair()
     with near, far:
-        for line in ("running", "0 0x2 0x0", "0 0xffffffff80000003 0x0", f"0 {near.fileno():#x} 0x0", "0 0x3fffffff 0x0"):
+        for line in (
+            "running",
+            "0 0x2 0x0",
+            "0 0xffffffff80000003 0x0",
+            f"0 {near.fileno():#x} 0x0",
+            "0 0x3fffffff 0x0",
+        ):
             call.write_text(f"{line}\n")
             assert processes.shut_socket(thread)
         assert (taken, far.recv(1)) == ([near.fileno(), 0x3FFFFFFF], b"")

@@ -48,16 +48,22 @@ def test_copy_streams_have_high_priority(device: Device) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: bool, device: Device) -> None:
+def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(
+    fails: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Run each rank on its own stream after the caller's work, and synchronize before ``run`` returns or raises."""
 
     def fn(group: LocalGroup) -> None:
         device.add("compute", device.current())
+        assert device.thread.index == 1
         if fails:
             raise ValueError(f"rank {group.rank()}")
 
-    with LocalWorld(3, device="cuda:0") as world:
-        earlier = device.add("compute", device.current())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with LocalWorld(3) as world:
+        assert world.device == torch.device("cuda", 1)
+        earlier = device.add("compute", device.current(1))
         with pytest.raises(ValueError, match="rank") if fails else nullcontext():
             world.run(fn)
     computed = [op for op in device.log if op.kind == "compute" and op is not earlier]

@@ -107,8 +107,8 @@ def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> N
             closed.append(place(device))
 
     closed: list[tuple[int, int]] = []
-    group_cache.close_group_cache({group_cache.CONNECTION_KEY: Ring(), CUDA: Ring()})
-    assert closed == [(0, GLOBAL), (1, THREAD_LOCAL)]
+    group_cache.close_group_cache({key: Ring() for key in (CUDA, (CUDA, 4.0), group_cache.CONNECTION_KEY)})
+    assert closed == [(0, GLOBAL), (1, THREAD_LOCAL), (1, THREAD_LOCAL)]  # the connection first
 
 
 @pytest.mark.parametrize("runtime", ["cuda", "hip"])

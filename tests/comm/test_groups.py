@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +38,6 @@ from ringattn.comm.control import Control, open_control
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transport import WARM_UP_SECONDS
 from ringattn.comm.transports import nccl, process_group, selection
-from ringattn.comm.transports.copy_streams import HostCopyStream
 from ringattn.comm.transports.process_group import _Pending
 from ringattn.comm.transports.selection import TransportRequest, choose_transports, make_request
 from ringattn.comm.watchdog.deadlines import FIRST_DEADLINE_SECONDS
@@ -118,7 +116,10 @@ def test_a_mesh_numbers_its_ranks_row_by_row() -> None:
         rank, mesh = group.rank(), group.mesh(2, 3)
         assert group.mesh(2, 3) is mesh and group_rank_size(mesh) == (rank, 6)
         assert (mesh.ring._hub.names, mesh.ring.rank()) == ((rank % 3, rank % 3 + 3), rank // 3)
-        assert (mesh.ulysses._hub.names, mesh.ulysses.rank()) == (tuple(range(rank // 3 * 3, rank // 3 * 3 + 3)), rank % 3)
+        assert (mesh.ulysses._hub.names, mesh.ulysses.rank()) == (
+            tuple(range(rank // 3 * 3, rank // 3 * 3 + 3)),
+            rank % 3,
+        )
         for part in (mesh.ring, mesh.ulysses):
             part.cache["a ring"] = SimpleNamespace(close=lambda part=part: closed.append((rank, part)))
         mesh.close()
@@ -299,30 +300,6 @@ def test_the_first_wait_of_a_ring_allows_for_compilation(gloo: dist.ProcessGroup
     given: list[tuple[Any, float | None]] = [(gloo, None), (gloo, 4.0), (single_rank(), None), (single_rank(), 4.0)]
     waits = [ring_control(group, deadline).patience for group, deadline in given]
     assert waits == [FIRST_DEADLINE_SECONDS, 4.0, DEFAULT_TIMEOUT, 4.0]
-
-
-def test_an_abort_on_a_stream_aborts_the_backend_once(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    transport, ended, lane = ProcessGroupTransport(gloo, CPU), list[torch.device](), HostCopyStream()
-    backend = SimpleNamespace(abort=lambda: ended.append(CPU))
-    monkeypatch.setattr(transport, "_copy_stream", lane)
-    monkeypatch.setattr(transport, "_group", SimpleNamespace(_get_backend=lambda device: backend))
-    for _ in range(2):
-        transport.abort("hop 3 is late")
-    assert ended == [CPU]
-
-
-def test_cached_rings_close_on_their_device_after_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, cuda = list[torch.device](), torch.device("cuda", 1)
-
-    def on_device(device: torch.device) -> Any:
-        entered.append(device)
-        return nullcontext()
-
-    monkeypatch.setattr(group_cache, "on_device", on_device)
-    group_cache.close_group_cache(
-        {key: SimpleNamespace(close=str) for key in (cuda, (cuda, 4.0), group_cache.CONNECTION_KEY)}
-    )
-    assert entered == [CPU, cuda, cuda]
 
 
 def test_the_cache_of_a_destroyed_group_closes_when_another_group_is_used(gloo: dist.ProcessGroup) -> None:

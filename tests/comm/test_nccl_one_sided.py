@@ -181,7 +181,9 @@ def test_a_step_that_other_ranks_do_not_take_is_named(windows: Windows) -> None:
     def fn(group: LocalGroup) -> None:
         transport, over = opened(group), threading.Event()
         transport._timeout = 0.05
-        with pytest.raises(TransportError, match=r"rank 10 cannot wait: other ranks did not do the same within 0\.05 s"):
+        with pytest.raises(
+            TransportError, match=r"rank 10 cannot wait: other ranks did not do the same within 0\.05 s"
+        ):
             transport._together(over.wait, "wait")
         over.set()
 

@@ -143,7 +143,9 @@ def test_entry_points_are_loaded_once(
 ) -> None:
     def find(group: str) -> list[Any]:
         asked.append(group)
-        broken = SimpleNamespace(name="broken", value="no_such_module", load=partial(importlib.import_module, "no_such_module"))
+        broken = SimpleNamespace(
+            name="broken", value="no_such_module", load=partial(importlib.import_module, "no_such_module")
+        )
         return [broken, SimpleNamespace(load=partial(register_transport, name, Opener()))]
 
     asked: list[str] = []
@@ -230,6 +232,18 @@ def test_factories_that_differ_between_ranks_are_refused() -> None:
     with LocalWorld(2, device="cpu", timeout=60) as world:
         world.run(fn)
     assert openers[0].opened == []
+
+
+def test_registered_transports_keep_their_options(name: str) -> None:
+    options: dict[str, Any] = {
+        "devices": ("cpu",), "ranks": ("threads",), "preference": 3, "limits": ("ctas",), "across_nodes": False,
+        "unavailable": lambda group, device, limits: None,
+    }  # fmt: skip
+    for given in (options, {}):
+        register_transport(name, open_transport, **given)
+        assert registry.find_transport(name) == registry.TransportEntry(name, open_transport, **given)
+        unregister_transport(name)
+    register_transport(name, open_transport)
 
 
 def test_names_that_cannot_be_registered(name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ringattn.comm import TransportError
+from ringattn.comm import TransportError, WorldAborted
 from ringattn.comm.watchdog.preflight import (
     LONG_TEXT,
     MAX_READ_RANKS,
@@ -159,10 +159,15 @@ def test_a_refusing_rank_is_named_to_waiting_ranks() -> None:
     assert len({rank._chain for rank in ranks}) == 1
 
 
-@pytest.mark.parametrize("refuses", [True, False])
-def test_a_refusal_of_a_rank_that_is_gone_is_waited_for(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, gone = preflights(2), TransportError("rank 1 is gone")
+@pytest.mark.parametrize(("refuses", "kind"), [(True, TransportError), (False, TransportError), (False, WorldAborted)])
+def test_a_refusal_of_a_rank_that_is_gone_is_waited_for(
+    refuses: bool, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wait for it unless all virtual ranks end because one of them raised."""
+    ranks, gone = preflights(2), kind("rank 1 is gone")
     monkeypatch.setattr(ranks[0]._control._connection, "find_dead_peer", lambda missing, names, timeout: gone)
+    if kind is WorldAborted:
+        monkeypatch.setattr("ringattn.comm.watchdog.preflight.LAST_STATEMENT_SECONDS", 2 * HANGS)
     if not refuses:  # gone for good, noticed long before the patience ends
         with pytest.raises(TransportError, match="rank 1 is gone"):
             agree(ranks[0], {"heads": 8})

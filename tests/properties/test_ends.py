@@ -164,17 +164,6 @@ def test_rings_leave_nothing_in_the_store_of_their_world() -> None:
         assert all(len(open_control(group)._connection.scopes) <= 1 for group in world._groups)
 
 
-def test_a_world_does_not_run_in_a_forked_process() -> None:
-    with LocalWorld(2) as world:
-        groups = world.run(lambda group: group)
-        world._process = groups[0]._process = groups[1]._process = -1  # as if this process were its child
-        with pytest.raises(RuntimeError, match="forked"):
-            world.run(step)
-        world._process = os.getpid()
-        with pytest.raises(RuntimeError, match="was used from thread"):
-            world.run(step)
-
-
 def test_close_releases_everything_after_a_failure() -> None:
     """A call fails on all ranks, and closing the transport fails, too."""
     closed: list[str] = []

@@ -140,5 +140,10 @@ def install_one_sided(monkeypatch: pytest.MonkeyPatch, fabric: Fabric) -> Window
 
 def opened(group: LocalGroup, **more: object) -> nccl_one_sided.NcclOneSidedTransport:
     """Return a transport of CPU tensors over all virtual ranks."""
-    options: dict[str, Any] = {"device": torch.device("cpu"), "timeout": 60.0, "control": numbered_control(group), **more}
+    options: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "timeout": 60.0,
+        "control": numbered_control(group),
+        **more,
+    }
     return nccl_one_sided.NcclOneSidedTransport(rank=group.rank(), size=group.size(), **options)
