@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -531,6 +532,17 @@ def test_no_request_takes_longer_than_the_patience_of_its_control(patience: floa
         timeouts.clear()
         request()
         assert timeouts == pytest.approx(seconds, abs=0.2)
+
+
+def test_a_closed_connection_is_noticed_without_taking_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, receive = Mock(), Mock(side_effect=[Mock(), RuntimeError("Connection closed by peer")])
+    backends = iter(("cpu:gloo", "cpu:gloo", "cuda:nccl"))
+    monkeypatch.setattr(dist, "irecv", receive)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: next(backends))
+    with torch.device("meta"):  # the user's default device
+        assert [control_module.connection_closed(group, 3) for _ in range(3)] == [False, True, False]
+    (scratch,), options = receive.call_args
+    assert (scratch.device.type, options) == ("cpu", {"group": group, "group_src": 3, "tag": 20000})
 
 
 @pytest.mark.parametrize(

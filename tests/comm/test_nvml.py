@@ -15,8 +15,6 @@ import pytest
 import torch
 
 from ringattn.bench.common import provenance
-from ringattn.comm import LocalGroup, LocalWorld, Topology
-from ringattn.comm.control import open_control
 from ringattn.comm.topology import nvml
 from ringattn.comm.topology.nvml import (
     SWITCH,
@@ -28,7 +26,6 @@ from ringattn.comm.topology.nvml import (
     network_link,
     pairs_by_link,
 )
-from ringattn.comm.topology.topology import discover_topology
 
 from ..support.clusters import cpus, hgx, nvlink_mesh_host
 
@@ -317,14 +314,3 @@ def test_reader_of_clocks_and_power(stand_in: StandIn) -> None:
     assert read() == {} and "NVML found no driver" in str(read.reason)
     assert "NVML found no driver" in provenance.gpu_clocks(GPU)["unknown"]
     assert provenance._or_unknown(nvml.driver_version) == "unknown: NvmlUnavailableError"
-
-
-def test_discover_returns_devices_on_rank_0_only() -> None:
-    def fn(group: LocalGroup) -> Topology:
-        return discover_topology(open_control(group), CPU)
-
-    with LocalWorld(2, device=CPU) as world:
-        first, second = world.run(fn)
-    assert first == second == Topology(((0, 1),))
-    assert first.devices == (nvml.device_info(CPU),) * 2
-    assert second.devices == ()
