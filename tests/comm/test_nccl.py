@@ -18,7 +18,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ringattn.comm import DONE, Limits, LocalGroup, Message, NcclTransport, Topology, TransportError, open_transports
+from ringattn.comm import (
+    DONE,
+    Limits,
+    LocalGroup,
+    Message,
+    NcclTransport,
+    Topology,
+    TransportError,
+    open_transport,
+    open_transports,
+)
 from ringattn.comm.control import open_control
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.registry import find_transport
@@ -495,6 +505,12 @@ def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monk
     )
     assert len({unique_id for _, unique_id, _ in joined}) == 5 and limits == [Limits(ctas=4)] * 12
     assert {op.detail[3] for op in device.log if op.kind in ("send", "recv")} == {0, 1, 2}
+
+    def flat(group: LocalGroup) -> object:
+        uneven = Topology(((0, 1), (2,)))
+        return type(open_transport(group, transport=find_transport("nccl").open, device=CPU, topology=uneven))
+
+    assert on_ranks(3, flat) == [ByNodeTransport] * 3
 
 
 @pytest.mark.parametrize(
