@@ -238,8 +238,9 @@ def test_rates_follow_the_generation(stand_in: StandIn, tree: Path) -> None:
     for number, generation in generations.items():
         stand_in.answers["DeviceGetNvLinkVersion"] = lambda gpu, link, number=number: number
         device = nvml.device_info(GPU, sys=tree)
-        rate = link_between(device, replace(device, gpu="GPU-2")).gigabytes_per_second
-        assert rate == pytest.approx(4 * nominal[generation] * 380 / 450)
+        link = link_between(device, replace(device, gpu="GPU-2"))
+        assert link.text == f"NVLink {generation} x4 switch"
+        assert link.gigabytes_per_second == pytest.approx(4 * nominal[generation] * 380 / 450)
     for generation in range(1, 7):
         stand_in.answers["DeviceGetMaxPcieLinkGeneration"] = lambda gpu, generation=generation: generation
         assert nvml.device_info(GPU, sys=tree).pcie_gigabytes == 8 * 0.25 * 2 ** (generation - 1)
