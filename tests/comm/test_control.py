@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import queue
@@ -365,7 +366,6 @@ def test_every_store_thread_is_joined_at_exit(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_abandoned_request_is_not_sent_to_the_store() -> None:
     connection, gate, done = StoreConnection(HashStore()), threading.Event(), list[Store]()
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "ringattn-store")
     connection.enqueue(lambda store: gate.wait(HANGS))
     with pytest.raises(TransportError, match=r"has not answered for 0\.05 s"):
         connection.call_store(done.append, 0.05)
@@ -382,6 +382,12 @@ def test_a_failure_of_a_request_without_a_waiter_is_ignored() -> None:
 
     connection.enqueue(fail)
     assert connection.call_store(lambda store: store.num_keys(), HANGS) == 0
+    (thread,) = (thread for thread, jobs in control_module._SERVING.items() if jobs is connection._jobs)
+    assert thread.daemon
+    del connection  # nobody has closed it
+    gc.collect()
+    thread.join(HANGS)
+    assert not thread.is_alive()
 
 
 def connect_late(rank: int, pipe: Connection) -> None:
