@@ -25,7 +25,7 @@ from ringattn.validators import (
 INTEGER, NUMBER = integer_between(-2, 5), real_number("a number above -1", lambda value: value > -1)
 LIST, WORD = list_like("a list"), optional(word_choice("left", "right"))
 # A tensor on a GPU.
-REMOTE = torch.zeros(2).as_subclass(type("Remote", (torch.Tensor,), {"device": torch.device("cuda", 0)}))
+REMOTE: Any = torch.zeros(2).as_subclass(type("Remote", (torch.Tensor,), {"device": torch.device("cuda", 0)}))
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_has_ended_is_true_only_for_a_process_known_to_be_over(
 
 
 def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    thread, taken = threading.Thread(target=str), list[int]()
+    thread, taken = threading.Thread(target=str), cast("Any", [])
     thread.start()
     call = tmp_path / f"self/task/{thread.native_id}/syscall"
     monkeypatch.setattr(processes, "PROC", tmp_path)
@@ -196,7 +196,7 @@ def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: py
     assert processes.shut_socket(thread) and not processes.shut_socket(threading.main_thread())  # /proc lacks the file
     call.parent.mkdir(parents=True)
     duplicate = os.dup
-    monkeypatch.setattr(processes.os, "dup", lambda file: taken.append(file) or duplicate(file))
+    monkeypatch.setattr(os, "dup", lambda file: taken.append(file) or duplicate(file))
     near, far = socket.socketpair()
     with near, far:
         for line in (

@@ -7,7 +7,7 @@ import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -48,7 +48,7 @@ def test_a_device_that_has_failed_does_not_hide_the_caller_s_error(
 
 
 def test_the_exit_waits_for_threads_and_for_those_that_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, gate = list[str](), threading.Event()
+    ended, gate = cast("Any", []), threading.Event()
 
     def first() -> None:
         gate.wait(0.05)

@@ -7,13 +7,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, Message, Placed, Slots, TransportError, slot_windows
+from ringattn.comm import LocalGroup, Message, NcclTransport, Placed, Slots, TransportError, slot_windows
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports import nccl_one_sided
 from ringattn.comm.transports.nccl_one_sided import OneSidedCommunicator, one_sided_missing
@@ -153,7 +153,7 @@ def test_both_communicators_end_and_are_checked(method: str) -> None:
 def test_each_communicator_makes_its_first_call_when_it_opens(
     windows: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signals, signal = list[object](), OneSided.signal
+    signals, signal = cast("Any", []), OneSided.signal
     monkeypatch.setattr(OneSided, "signal", lambda self, *given: signals.append(self) or signal(self, *given))
 
     def fn(group: LocalGroup) -> None:
@@ -167,7 +167,7 @@ def test_the_first_communicator_is_aborted_when_the_second_fails(
     windows: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, failed = Mock(), TransportError("rank 0: ranks [0] did not join")
-    monkeypatch.setattr(nccl_one_sided.NcclTransport, "_join", Mock(side_effect=[first, failed]))
+    monkeypatch.setattr(NcclTransport, "_join", Mock(side_effect=[first, failed]))
 
     def fn(group: LocalGroup) -> None:
         with pytest.raises(TransportError, match="did not join"):

@@ -106,7 +106,7 @@ def test_process_exit_leaves_a_transfer_that_cannot_be_interrupted(monkeypatch: 
 def test_an_unexpected_error_of_a_transfer_is_named() -> None:
     stream = TransferThread("test", lambda: True)
     with pytest.raises(TransportError, match=r"^a transfer failed: KeyError: 'rank 3'$"):
-        stream.submit(lambda: {}["rank 3"]).wait()
+        stream.submit(Mock(side_effect=KeyError("rank 3"))).wait()
     stream.close()
 
 
