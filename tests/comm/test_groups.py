@@ -124,6 +124,7 @@ def test_a_mesh_numbers_its_ranks_row_by_row() -> None:
             part.cache["a ring"] = SimpleNamespace(close=lambda part=part: closed.append((rank, part)))
         mesh.close()
         assert [part for number, part in closed if number == rank] == [mesh.ring, mesh.ulysses]
+        assert group.mesh(3, 2).ring.size() == 3
         with pytest.raises(ValueError, match="ring is True"):
             group.mesh(True, 6)
 
