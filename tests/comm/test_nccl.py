@@ -458,25 +458,6 @@ def test_both_communicators_are_aborted_when_one_edge_fails(fabric: Fabric, devi
     on_ranks(3, fn)
 
 
-def test_the_first_communicator_is_aborted_when_the_second_fails(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    join, joined = NcclTransport._join, list[object]()
-
-    def once(transport: NcclTransport, limits: Limits) -> object:
-        if joined:
-            raise TransportError("rank 0: ranks [0, 1] did not join")
-        joined.append(join(transport, limits))
-        return joined[0]
-
-    monkeypatch.setattr(NcclTransport, "_join", once)
-    with pytest.raises(TransportError, match="did not join") as raised:
-        through(((0,),), single_rank())
-    assert "abort" in ends(device), (
-        raised
-    )  # `raised` keeps the communicator alive, so garbage collection did not abort it
-
-
 def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open two nodes of three. Peers stay ranks of the group, but NCCL gets ranks of the communicator."""
     limits, make = list[Limits](), nccl.ConfiguredCommunicator

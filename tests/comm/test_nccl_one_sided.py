@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -22,7 +23,7 @@ from ..support.cuda.device import Device
 from ..support.cuda.nccl import Fabric
 from ..support.cuda.one_sided import OneSided, Windows, install_one_sided, opened
 from ..support.transport_cases import CASES, constant_tensor, on_ranks, ring_neighbours
-from .test_nccl import Library
+from .test_nccl import Library, through
 
 CPU = torch.device("cpu")
 
@@ -163,17 +164,15 @@ def test_each_communicator_makes_its_first_call_when_it_opens(
     on_ranks(1, fn)
 
 
+@pytest.mark.parametrize("make", [opened, partial(through, ((0,),))])
 def test_the_first_communicator_is_aborted_when_the_second_fails(
-    windows: Windows, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[LocalGroup], object], windows: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, failed = Mock(), TransportError("rank 0: ranks [0] did not join")
     monkeypatch.setattr(NcclTransport, "_join", Mock(side_effect=[first, failed]))
 
-    def fn(group: LocalGroup) -> None:
-        with pytest.raises(TransportError, match="did not join"):
-            opened(group)
-
-    on_ranks(1, fn)
+    with pytest.raises(TransportError, match="did not join"):
+        on_ranks(1, make)
     first.abort.assert_called_once()
 
 

@@ -24,19 +24,6 @@ SPECS: list[TensorSpec] = [
 ]
 
 
-class Noted:
-    """A fence that counts its waits."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def wait(self) -> None:
-        self.waits += 1
-
-    def done(self) -> bool:
-        return self.waits > 0
-
-
 def span(tensor: torch.Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
@@ -115,7 +102,7 @@ def test_windows_of_slots_are_shared_by_all_transports(monkeypatch: pytest.Monke
 
 
 def test_slots_keep_their_high_water_mark() -> None:
-    slots, fences = Slots(3, CPU), [Noted() for _ in range(4)]
+    slots, fences = Slots(3, CPU), [Mock() for _ in range(4)]
     slots.reserve(2000)
     (before,) = slots.tensors(0, [((4,), torch.float32)])
     for slot, fence in zip((0, 1, 2, 2), fences, strict=True):
@@ -123,9 +110,9 @@ def test_slots_keep_their_high_water_mark() -> None:
     for smaller in (2000, 100, 0, 2048):
         slots.reserve(smaller)
     assert slots.tensors(0, [((4,), torch.float32)])[0].data_ptr() == before.data_ptr()
-    assert (slots.nbytes, [fence.waits for fence in fences]) == (2048, [0] * 4)
+    assert (slots.nbytes, [fence.wait.call_count for fence in fences]) == (2048, [0] * 4)
     slots.reserve(100_000)
-    assert [fence.waits for fence in fences] == [1] * 4
+    assert [fence.wait.call_count for fence in fences] == [1] * 4
     assert [slots.pop_uses(slot) for slot in range(3)] == [(), (), ()]
     for slot in range(3):
         (everything,) = slots.tensors(slot, [((100_000,), torch.uint8)])
@@ -138,7 +125,7 @@ def test_slots_refuse_wrong_counts_indices_and_sizes(slot: int) -> None:
         Slots(0, CPU)
     slots = Slots(2, CPU)
     slots.reserve(ALIGNMENT)
-    for call in (lambda: slots.tensors(slot, []), lambda: slots.add_use(slot, Noted()), lambda: slots.pop_uses(slot)):
+    for call in (lambda: slots.tensors(slot, []), lambda: slots.add_use(slot, Mock()), lambda: slots.pop_uses(slot)):
         with pytest.raises(IndexError, match=f"slot is {slot}; it must be between 0 and 1"):
             call()
     slots.tensors(0, [((ALIGNMENT,), torch.uint8)])
