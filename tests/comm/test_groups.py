@@ -129,6 +129,8 @@ def test_a_mesh_numbers_its_ranks_row_by_row() -> None:
             group.mesh(True, 6)
 
     on_ranks(6, fn)
+    (alone,) = on_ranks(1, lambda group: group.mesh(1, 1))
+    assert alone.ring._hub is not alone.ulysses._hub  # or an abort of one dimension would end the other
 
 
 def test_group_none_is_a_single_rank(gloo: dist.ProcessGroup) -> None:
