@@ -100,6 +100,8 @@ def test_rank_0_merges_and_propagates_errors_to_all() -> None:
     message = "TransportError: shapes: rank 0: ValueError: a rank sent no shape"
     assert on_all(controls, ends) == ["ValueError: a rank sent no shape", message, message]
     assert on_all(controls, lambda control: control.gather(control.rank, what="turns")) == [[0, 1, 2]] * 3
+    many = [Control(MemoryConnection(store), rank, 12, "many/") for rank in range(12)]
+    assert on_all(many, lambda control: control.gather(control.rank, what="turns")) == [[*range(12)]] * 12
 
 
 def test_one_connection_per_group_and_no_values_of_an_earlier_group() -> None:

@@ -41,6 +41,7 @@ from ringattn.comm.transports.nccl import (
     find_override,
     loaded_libraries,
 )
+from ringattn.comm.transports.selection import _levels
 from ringattn.comm.watchdog.watch import Watch, _tick
 from ringattn.comm.world import single_rank
 
@@ -476,6 +477,7 @@ def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monk
         assert isinstance(inside, NcclTransport) and isinstance(between, NcclTransport)
         assert inside._copy_stream.stream is not between._copy_stream.stream
         assert inside.reason == between.reason != ""
+        assert (inside._warm, between._warm) == tuple({*edges} for _, edges, _ in _levels(group.rank(), topology))
         with pytest.raises(TransportError, match=r"rank 0: peer is 5; this communicator connects only ranks \[0, 3\]"):
             between.warm_up([(0, 5)])
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,8 +180,12 @@ def test_auto_takes_the_transport_with_the_highest_preference(name: str, caplog:
     assert transport_names()[0] == name
     with caplog.at_level(logging.INFO, "ringattn"):
         opened = open_transport(device="cpu")
-    assert (opened.name, opened.reason) == (name, f"auto selected {name}")
+        assert (opened.name, opened.reason) == (name, f"auto selected {name}")
+        unregister_transport(name)
+        register_transport(name, Mock(side_effect=TransportError("no link")), preference=1000)
+        assert open_transport(device="cpu").reason == "auto selected local; not counting: no link"
     assert f"rank 0 of 1, tensors on cpu: auto selected {name}" in caplog.messages
+    assert f'rank 0: transport "auto" skips {name}: no link' in caplog.messages
 
 
 def fails(mistake: Callable[[], Any], opener: Opener, group: Any, device: torch.device, **opening: Any) -> Any:
