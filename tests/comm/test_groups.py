@@ -135,6 +135,9 @@ def test_a_mesh_numbers_its_ranks_row_by_row() -> None:
 
 def test_group_none_is_a_single_rank(gloo: dist.ProcessGroup) -> None:
     assert isinstance(open_transport(gloo, transport="local", device="cpu"), LocalTransport)
+    throttled = open_transport(gloo, device="cpu", limits=Limits(bytes_per_second=1e9))
+    assert isinstance(throttled, ProcessGroupTransport)
+    throttled.close()
     dist.destroy_process_group()
     assert group_rank_size(None) == (0, 1)
     # A single rank needs no further candidates, some of which import libraries.
