@@ -96,10 +96,12 @@ def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) ->
 def test_process_exit_leaves_a_transfer_that_cannot_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "EXIT_JOIN_SECONDS", 0.01)
     stream, over = TransferThread("test", lambda: False), threading.Event()
-    stream.submit(over.wait)  # type: ignore[arg-type]
+    fence = stream.submit(over.wait)  # type: ignore[arg-type]
     wait_until(lambda: stream._running)
     stream._end()
-    assert stream._thread is not None and stream._thread.is_alive()
+    assert stream._thread is not None and stream._thread.is_alive() and fence.done()
+    with pytest.raises(TransportError, match="the process ends"):
+        fence.wait()
     over.set()
 
 
