@@ -309,9 +309,12 @@ def test_the_first_wait_of_a_ring_allows_for_compilation(gloo: dist.ProcessGroup
 
 
 def test_the_cache_of_a_destroyed_group_closes_when_another_group_is_used(gloo: dist.ProcessGroup) -> None:
-    destroyed, closed = Mock(spec=dist.ProcessGroup), threading.Event()
-    group_cache._GROUP_CACHES[destroyed] = {group_cache.CONNECTION_KEY: SimpleNamespace(close=closed.set)}
+    """Close it in another thread, because closing may wait for transfers that never arrive."""
+    destroyed, returned, closed = Mock(spec=dist.ProcessGroup), threading.Event(), threading.Event()
+    waits = SimpleNamespace(close=lambda: closed.set() if returned.wait(5.0) else None)
+    group_cache._GROUP_CACHES[destroyed] = {group_cache.CONNECTION_KEY: waits}
     group_cache.get_group_cache(gloo)
+    returned.set()
     assert closed.wait(HANGS)
     assert destroyed not in group_cache._GROUP_CACHES, "a cache must close only once"
 
