@@ -35,6 +35,7 @@ def test_views_are_aligned_disjoint_and_typed() -> None:
     for slot in range(3):
         tensors = slots.tensors(slot, SPECS)
         assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == SPECS
+        assert slots.tensors(slot, SPECS[:1])[0].data_ptr() == tensors[0].data_ptr()
         for tensor in tensors:
             assert tensor.is_contiguous()
             assert tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT == 0
