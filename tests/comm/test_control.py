@@ -117,6 +117,8 @@ def test_one_connection_per_group_and_no_values_of_an_earlier_group() -> None:
             assert open_control(group)._connection is control._connection
             assert control.read_key("left") is None
             control.publish("left", turn)
+            control.new_scope("ring").publish("failure", turn)
+            assert open_control(group).new_scope("ring").read_key("failure") is None  # of the next ring
         finally:
             dist.destroy_process_group()
 
