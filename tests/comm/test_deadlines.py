@@ -114,6 +114,7 @@ def test_a_failed_device_is_reported_as_the_reason(what: str) -> None:
 def test_deadlines_start_when_dependencies_complete() -> None:
     deadlines, before, fence = Deadlines(3.0, ask_why=True), ManualTransfer(), ManualTransfer()
     deadlines.add(*post(fence, after=(before,), now=0.0))
+    assert deadlines.is_busy
     assert deadlines.poll(100.0) is None  # the dependency is not over, so the clock has not started
     before.finish()
     assert deadlines.poll(101.0) is None
