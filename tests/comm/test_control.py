@@ -417,12 +417,6 @@ def test_a_rank_0_that_is_killed_while_others_connect_is_named() -> None:
     assert "rank 0" in text
 
 
-def test_no_wait_is_longer_than_the_patience_of_a_control() -> None:
-    control = Control(MemoryConnection(HashStore()), 0, 2, "test/", 0.2).new_scope("ring").scope("inner")
-    with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.2 s"):
-        control.gather(0, what="shapes", timeout=HANGS)
-
-
 @pytest.mark.parametrize("value", [b"[" * 100_000, b"\xff", b"x", b""])
 def test_invalid_store_values_are_refused(value: bytes) -> None:
     store = HashStore()

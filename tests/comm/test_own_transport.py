@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import logging
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -154,21 +151,6 @@ def test_entry_points_are_loaded_once(
     registry._load_entry_points.cache_clear()
     assert name in transport_names() and name in transport_names() and asked == ["ringattn.transports"]
     assert "could not load the entry point broken = no_such_module" in caplog.text
-
-
-@pytest.mark.nightly
-def test_example_as_an_entry_point_of_a_package(tmp_path: Path) -> None:
-    (tmp_path / "counted.py").write_text(IMPORTS + EXAMPLE)
-    (tmp_path / "counted-1.dist-info").mkdir()
-    points = "[ringattn.transports]\ncounting = counted\nbroken = no_such_module\n"
-    (tmp_path / "counted-1.dist-info" / "entry_points.txt").write_text(points)
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    flags = "bench links --device cpu --world 2 --transport counting -b 1k -e 1k -n 1 -w 0 --beside none"
-    command = [sys.executable, "-m", "ringattn", *flags.split()]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": paths})
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "best between processes: counting" in ran.stdout
-    assert "could not load the entry point broken = no_such_module" in ran.stderr
 
 
 def test_auto_takes_the_transport_with_the_highest_preference(name: str, caplog: pytest.LogCaptureFixture) -> None:

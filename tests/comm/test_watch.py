@@ -305,14 +305,6 @@ def test_a_failure_carries_the_rank_of_this_process_in_each_ring() -> None:
     assert [rank for rank, *_ in failures] == [0, 1]
 
 
-def test_an_error_before_the_first_tick_names_its_transfer() -> None:
-    ranks, _ = ranks_in_first_hop(2)
-    raised = ranks.watches[0].report_failure(TransportError("closed by peer"))
-    assert str(raised).startswith("rank 0: forward hop 1: K/V (64 bytes rank 1 -> rank 0, ")
-    ranks.watches[1].close()
-    assert not ranks.watches[1]._posts.is_busy  # posts are dropped, because a fence holds its tensors
-
-
 def test_the_other_ring_gets_the_failure_before_the_process_ends() -> None:
     here, there = two_rings(fatal=True)
     failures = list[Any]()
