@@ -203,6 +203,7 @@ def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: py
     duplicate = os.dup
     monkeypatch.setattr(os, "dup", lambda file: taken.append(file) or duplicate(file))
     near, far = socket.socketpair()
+    far.setblocking(False)
     with near, far:
         for line in (
             "running",
