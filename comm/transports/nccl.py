@@ -375,7 +375,8 @@ class NcclTransport(TransportBase):
         # destroy() flushes data in the network, which abort() would lose for a slower peer. It may block if a peer of
         # this node died, so it runs in a thread with a timeout.
         if not run_with_timeout(self._timeout, comm.destroy, self._device, "nccl-destroy"):
-            logger.warning("rank %d: NCCL did not destroy its communicator within %g s", self.rank, self._timeout)
+            name = self.names[self.rank]
+            logger.warning("rank %d: NCCL did not destroy its communicator within %g s", name, self._timeout)
 
     def _join(self, limits: Limits) -> Any:
         """Create the communicator of the members. Blocks until every member takes part."""

@@ -336,7 +336,8 @@ class NcclOneSidedTransport(NcclTransport):
         if not run_with_timeout(
             ABORT_SECONDS, partial(_abort, self._nccl, comm, self._call_lock), self._device, "nccl-abort"
         ):
-            logger.warning("rank %d: a signal never arrived, so the streams end only with the process", self.rank)
+            name = self.names[self.rank]
+            logger.warning("rank %d: a signal never arrived, so the streams end only with the process", name)
 
     def _enqueue(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
         """Enqueue the transfers of a post on `stream`, in rounds that use each box once."""

@@ -21,6 +21,7 @@ from ..topology.topology import Topology
 from ..transport import TRANSPORT_ATTRIBUTES, WARM_UP_SECONDS, Edge, Transport, TransportError, ring_edges
 from ..watchdog.preflight import shorten_repr
 from ..world import LocalGroup
+from .local import LocalTransport
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def make_request(
         problems[entry.name] = entry.problem(group, device, limits)
         if transport == AUTO and entry.preference < 0:
             problems[entry.name] = problems[entry.name] or BY_NAME
-        if group.size() == 1 and problems[entry.name] is None:
+        if group.size() == 1 and entry.name == LocalTransport.name and problems[entry.name] is None:
             break  # a single rank needs no further candidate, and checking one may import a library
     return TransportRequest(transport_label(transport), device.type, shorten_repr(topology), repr(limits), problems)
 

@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -239,12 +239,17 @@ Gauges = Callable[[], Mapping[str, object]]
 
 
 class Telemetry:
-    """Telemetry of one rank: its own durations, and the latest known reports of all ranks."""
+    """Telemetry of one rank: its own durations, and the latest known reports of all ranks.
 
-    def __init__(self, rank: int, size: int, device: torch.device, gauges: Gauges | None) -> None:
+    ``names`` has the rank numbers for warnings.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, gauges: Gauges | None, names: Sequence[int] | None = None
+    ) -> None:
         self.table = RankTable()
         self.stopwatch = Stopwatch(device)
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._names = rank, size, names or range(size)
         self._gauges = gauges
         self._gauge_values: Mapping[str, object] | None = None
         self._gauges_read_at = -NEVER
@@ -301,4 +306,5 @@ class Telemetry:
         fresh = {report.rank: report.row for report in self.table.reports(time.time()) if report.age < WINDOW_SECONDS}
         straggler = self._stragglers.update(fresh, time.time())
         if straggler is not None:
+            straggler = straggler._replace(rank=self._names[straggler.rank])
             logger.warning("%s, since %s", straggler, time.strftime("%H:%M:%S", time.localtime(straggler.since)))

@@ -102,8 +102,8 @@ class Watch:
         self._ends_all_ranks = ends_all_ranks
         self._preflight = Preflight(control)
         self._posts = Deadlines(deadline, ask_why=on_fatal is None and device.type == "cpu")
-        self._telemetry = Telemetry(control.rank, control.size, device, gauges)
         self._names = control.names
+        self._telemetry = Telemetry(control.rank, control.size, device, gauges, self._names)
         self._failure_group = failure_group or FailureGroup()
         self._lock = self._failure_group.lock
         self._failure: RingFailure | None = None
@@ -240,7 +240,7 @@ class Watch:
                 self._posts.poll(time.monotonic())
                 problem = str(error) if known else f"{type(error).__name__}: {error}"
                 if self._fatal is not None:  # the process ends here, so log the traceback now
-                    logger.error("rank %d failed", self.rank, exc_info=error)
+                    logger.error("rank %d failed", self._names[self.rank], exc_info=error)
                 self._report_problem(
                     self._posts.failed_post or self._posts.oldest, f"failed: {problem}", look_first=known
                 )
@@ -329,7 +329,7 @@ class Watch:
             return published
         except TransportError as error:
             if self._store_problem is None:
-                logger.info("rank %d: %s", self.rank, error)
+                logger.info("rank %d: %s", self._names[self.rank], error)
             self._store_problem, self._retry_store_at = str(error), time.monotonic() + self._silence
             self._silence = min(2 * self._silence, MAX_SILENT_SECONDS)
             return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import queue
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -19,6 +21,7 @@ from typing import Any, TypeVar, cast
 from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -97,6 +100,8 @@ def test_rank_0_merges_and_propagates_errors_to_all() -> None:
     message = "TransportError: shapes: rank 0: ValueError: a rank sent no shape"
     assert on_all(controls, ends) == ["ValueError: a rank sent no shape", message, message]
     assert on_all(controls, lambda control: control.gather(control.rank, what="turns")) == [[0, 1, 2]] * 3
+    many = [Control(MemoryConnection(store), rank, 12, "many/") for rank in range(12)]
+    assert on_all(many, lambda control: control.gather(control.rank, what="turns")) == [[*range(12)]] * 12
 
 
 def test_one_connection_per_group_and_no_values_of_an_earlier_group() -> None:
@@ -112,6 +117,8 @@ def test_one_connection_per_group_and_no_values_of_an_earlier_group() -> None:
             assert open_control(group)._connection is control._connection
             assert control.read_key("left") is None
             control.publish("left", turn)
+            control.new_scope("ring").publish("failure", turn)
+            assert open_control(group).new_scope("ring").read_key("failure") is None  # of the next ring
         finally:
             dist.destroy_process_group()
 
@@ -168,6 +175,7 @@ def test_has_ended_is_true_only_for_a_process_known_to_be_over(
     asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine, number, start = own_process()
+    assert "pid:[" in machine, "containers of one machine count PIDs apart"
     assert not has_ended([machine, number, start])
     assert has_ended([machine, number, "1"])  # the number now belongs to another process
     child = subprocess.Popen(["sleep", "60"])
@@ -182,6 +190,31 @@ def test_has_ended_is_true_only_for_a_process_known_to_be_over(
         assert not has_ended(unknown)
     monkeypatch.setattr(processes, "PROC", tmp_path)  # a system without /proc
     assert not has_ended(own_process())
+
+
+def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, taken = threading.Thread(target=str), cast("Any", [])
+    thread.start()
+    call = tmp_path / f"self/task/{thread.native_id}/syscall"
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    thread.join()
+    assert processes.shut_socket(thread) and not processes.shut_socket(threading.main_thread())  # /proc lacks the file
+    call.parent.mkdir(parents=True)
+    duplicate = os.dup
+    monkeypatch.setattr(os, "dup", lambda file: taken.append(file) or duplicate(file))
+    near, far = socket.socketpair()
+    far.setblocking(False)
+    with near, far:
+        for line in (
+            "running",
+            "0 0x2 0x0",
+            "0 0xffffffff80000003 0x0",
+            f"0 {near.fileno():#x} 0x0",
+            "0 0x3fffffff 0x0",
+        ):
+            call.write_text(f"{line}\n")
+            assert processes.shut_socket(thread)
+        assert (taken, far.recv(1)) == ([near.fileno(), 0x3FFFFFFF], b"")
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
@@ -354,6 +387,12 @@ def test_a_failure_of_a_request_without_a_waiter_is_ignored() -> None:
 
     connection.enqueue(fail)
     assert connection.call_store(lambda store: store.num_keys(), HANGS) == 0
+    (thread,) = (thread for thread, jobs in control_module._SERVING.items() if jobs is connection._jobs)
+    assert thread.daemon
+    del connection  # nobody has closed it
+    gc.collect()
+    thread.join(HANGS)
+    assert not thread.is_alive()
 
 
 def connect_late(rank: int, pipe: Connection) -> None:
@@ -377,12 +416,6 @@ def test_a_rank_0_that_is_killed_while_others_connect_is_named() -> None:
         kind, text, _ = ranks.receive(1)
     assert kind == "TransportError"
     assert "rank 0" in text
-
-
-def test_no_wait_is_longer_than_the_patience_of_a_control() -> None:
-    control = Control(MemoryConnection(HashStore()), 0, 2, "test/", 0.2).new_scope("ring").scope("inner")
-    with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.2 s"):
-        control.gather(0, what="shapes", timeout=HANGS)
 
 
 @pytest.mark.parametrize("value", [b"[" * 100_000, b"\xff", b"x", b""])
@@ -504,6 +537,17 @@ def test_no_request_takes_longer_than_the_patience_of_its_control(patience: floa
         timeouts.clear()
         request()
         assert timeouts == pytest.approx(seconds, abs=0.2)
+
+
+def test_a_closed_connection_is_noticed_without_taking_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, receive = Mock(), Mock(side_effect=[Mock(), RuntimeError("Connection closed by peer")])
+    backends = iter(("cpu:gloo", "cpu:gloo", "cuda:nccl"))
+    monkeypatch.setattr(dist, "irecv", receive)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: next(backends))
+    with torch.device("meta"):  # the user's default device
+        assert [control_module.connection_closed(group, 3) for _ in range(3)] == [False, True, False]
+    (scratch,), options = receive.call_args
+    assert (scratch.device.type, options) == ("cpu", {"group": group, "group_src": 3, "tag": 20000})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
+from ringattn.comm import Limits, LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
 from ringattn.comm.control import open_control
 from ringattn.comm.transport import DONE, TransportError
 from ringattn.comm.transports.copy_streams import CudaCopyStream, wait_until_passed
@@ -48,16 +48,22 @@ def test_copy_streams_have_high_priority(device: Device) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: bool, device: Device) -> None:
+def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(
+    fails: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Run each rank on its own stream after the caller's work, and synchronize before ``run`` returns or raises."""
 
     def fn(group: LocalGroup) -> None:
         device.add("compute", device.current())
+        assert device.thread.index == 1
         if fails:
             raise ValueError(f"rank {group.rank()}")
 
-    with LocalWorld(3, device="cuda:0") as world:
-        earlier = device.add("compute", device.current())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with LocalWorld(3) as world:
+        assert world.device == torch.device("cuda", 1)
+        earlier = device.add("compute", device.current(1))
         with pytest.raises(ValueError, match="rank") if fails else nullcontext():
             world.run(fn)
     computed = [op for op in device.log if op.kind == "compute" and op is not earlier]
@@ -67,10 +73,16 @@ def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: b
         assert any(device.happens_before(op, end) for end in device.log if end.kind == "synchronize")
 
 
-def on_streams(device: Device) -> ProcessGroupTransport:
+def on_streams(device: Device, **more: Any) -> ProcessGroupTransport:
     group = Mock(rank=lambda: 0, size=lambda: 2, abort=lambda: device.add("abort"))
     group._get_backend.return_value = group
-    return ProcessGroupTransport(group, CPU, control=open_control(single_rank()), copy_stream=CudaCopyStream(CPU))
+    control, stream = open_control(single_rank()), CudaCopyStream(CPU)
+    return ProcessGroupTransport(group, CPU, control=control, copy_stream=stream, **more)
+
+
+def test_process_group_refuses_a_speed_limit_on_streams(device: Device) -> None:
+    with pytest.raises(ValueError, match=r"limits.bytes_per_second is 9.0, which the transport process_group does not"):
+        on_streams(device, limits=Limits(bytes_per_second=9))
 
 
 def test_process_group_aborts_its_backend_once(device: Device) -> None:

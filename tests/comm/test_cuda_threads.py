@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,6 +37,34 @@ def test_device_and_capture_mode_are_set_and_restored(device: Device) -> None:
     start_thread(lambda: states.append(place(device)), CUDA, "test").join()
     assert run_with_timeout(60.0, lambda: states.append(place(device)), CUDA, "test")
     assert states == [(1, THREAD_LOCAL)] * 2
+
+
+def test_a_device_that_has_failed_does_not_hide_the_caller_s_error(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", Mock(side_effect=RuntimeError("an illegal memory access")))
+    with pytest.raises(KeyError), on_device(CUDA):
+        raise KeyError
+
+
+def test_the_exit_waits_for_threads_and_for_those_that_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, gate = cast("Any", []), threading.Event()
+
+    def first() -> None:
+        gate.wait(0.05)
+        start_thread(lambda: gate.wait(0.05) or ended.append("second"), CPU, "second")
+        ended.append("first")
+
+    monkeypatch.setattr(cuda_threads, "_THREADS_TO_JOIN", weakref.WeakSet())
+    start_thread(first, CPU, "first")
+    cuda_threads._join_all()
+    assert ended == ["first", "second"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda_threads, "DRIVER_SECONDS", 0.01)
+    stuck = start_thread(gate.wait, CPU, "stuck")  # as in a call of the driver that never returns
+    cuda_threads._join_all()
+    assert stuck.is_alive() and stuck.daemon
+    gate.set()
 
 
 @pytest.mark.parametrize(("where", "initialized"), [(CPU, True), (CUDA, False)])
@@ -76,8 +107,8 @@ def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> N
             closed.append(place(device))
 
     closed: list[tuple[int, int]] = []
-    group_cache.close_group_cache({group_cache.CONNECTION_KEY: Ring(), CUDA: Ring()})
-    assert closed == [(0, GLOBAL), (1, THREAD_LOCAL)]
+    group_cache.close_group_cache({key: Ring() for key in (CUDA, (CUDA, 4.0), group_cache.CONNECTION_KEY)})
+    assert closed == [(0, GLOBAL), (1, THREAD_LOCAL), (1, THREAD_LOCAL)]  # the connection first
 
 
 @pytest.mark.parametrize("runtime", ["cuda", "hip"])

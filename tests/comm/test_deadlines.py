@@ -39,6 +39,8 @@ def finished() -> ManualTransfer:
 
 
 def test_the_default_deadline_is_a_multiple_of_the_median() -> None:
+    documented = FIRST_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS, MEDIAN_FACTOR, LONGEST_FACTOR
+    assert documented == (600.0, 60.0, 100, 4)  # in the docstring of `Ring`
     deadlines = Deadlines(None, ask_why=True)
     assert deadlines.limit(Post(*post(ManualTransfer()))) == FIRST_DEADLINE_SECONDS
     for _ in range(9):
@@ -112,6 +114,7 @@ def test_a_failed_device_is_reported_as_the_reason(what: str) -> None:
 def test_deadlines_start_when_dependencies_complete() -> None:
     deadlines, before, fence = Deadlines(3.0, ask_why=True), ManualTransfer(), ManualTransfer()
     deadlines.add(*post(fence, after=(before,), now=0.0))
+    assert deadlines.is_busy
     assert deadlines.poll(100.0) is None  # the dependency is not over, so the clock has not started
     before.finish()
     assert deadlines.poll(101.0) is None
@@ -171,5 +174,5 @@ def test_a_poll_queries_a_bounded_number_of_fences() -> None:
 
 def test_messages_of_one_edge_are_summed() -> None:
     whole = Post("hop 1", ManualTransfer(), (), [(1, 64), (2, 8), (1, 4)], [(2, 32), (2, 2)], 0.0, 1)
-    assert whole.edges(0, range(3)) == "34 bytes rank 2 -> rank 0, 68 bytes rank 0 -> rank 1, 8 bytes rank 0 -> rank 2"
+    assert whole.edges(0, (5, 6, 7)) == "34 bytes rank 7 -> rank 5, 68 bytes rank 5 -> rank 6, 8 bytes rank 5 -> rank 7"
     assert whole.nbytes == 110

@@ -6,8 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +38,6 @@ from ringattn.comm.control import Control, open_control
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transport import WARM_UP_SECONDS
 from ringattn.comm.transports import nccl, process_group, selection
-from ringattn.comm.transports.copy_streams import HostCopyStream
 from ringattn.comm.transports.process_group import _Pending
 from ringattn.comm.transports.selection import TransportRequest, choose_transports, make_request
 from ringattn.comm.watchdog.deadlines import FIRST_DEADLINE_SECONDS
@@ -48,7 +46,7 @@ from ringattn.comm.world import DEFAULT_TIMEOUT, single_rank
 
 from ..support.cuda.device import install_streams
 from ..support.cuda.nccl import Fabric, install_nccl
-from ..support.transport_cases import HANGS, on_ranks, wait_until
+from ..support.transport_cases import HANGS, numbered_control, on_ranks, wait_until
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -59,14 +57,16 @@ def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Peers:
     """A process group whose other ranks send this rank's request, except for the fields in ``change``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str, size: int = 2) -> None:
-        self.names, self.others = range(size), size - 1
+        self.names: Sequence[int] = range(size)
+        self.others = size - 1
         self.change: dict[str, object] = {}  # fields of the peers' request, or problems by transport name
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
 
@@ -97,6 +97,8 @@ def test_resolve_group_takes_process_groups_and_1d_meshes(gloo: dist.ProcessGrou
     with pytest.raises(ValueError, match=r"the dimensions \('data', 'ring'\)"):
         group_rank_size(both)
     assert group_rank_size(both["ring"]) == (0, 1)
+    with pytest.raises(ValueError, match=r"the dimensions \('ulysses', 'ring'\)"):
+        group_rank_size(init_device_mesh("cpu", (1, 1), mesh_dim_names=("ulysses", "ring")))
     with pytest.raises(ValueError, match="with mesh_dim_names"):
         resolve_group(init_device_mesh("cpu", (1, 1)))
     other: Any = 3
@@ -107,8 +109,39 @@ def test_resolve_group_takes_process_groups_and_1d_meshes(gloo: dist.ProcessGrou
         resolve_group(outside)
 
 
-def test_group_none_is_a_single_rank() -> None:
+def test_a_mesh_numbers_its_ranks_row_by_row() -> None:
+    closed: list[tuple[int, object]] = []
+
+    def fn(group: LocalGroup) -> None:
+        rank, mesh = group.rank(), group.mesh(2, 3)
+        assert group.mesh(2, 3) is mesh and group_rank_size(mesh) == (rank, 6)
+        assert (mesh.ring._hub.names, mesh.ring.rank()) == ((rank % 3, rank % 3 + 3), rank // 3)
+        assert (mesh.ulysses._hub.names, mesh.ulysses.rank()) == (
+            tuple(range(rank // 3 * 3, rank // 3 * 3 + 3)),
+            rank % 3,
+        )
+        for part in (mesh.ring, mesh.ulysses):
+            part.cache["a ring"] = SimpleNamespace(close=lambda part=part: closed.append((rank, part)))
+        mesh.close()
+        assert [part for number, part in closed if number == rank] == [mesh.ring, mesh.ulysses]
+        assert group.mesh(3, 2).ring.size() == 3
+        with pytest.raises(ValueError, match="ring is True"):
+            group.mesh(True, 6)
+
+    on_ranks(6, fn)
+    (alone,) = on_ranks(1, lambda group: group.mesh(1, 1))
+    assert alone.ring._hub is not alone.ulysses._hub  # or an abort of one dimension would end the other
+
+
+def test_group_none_is_a_single_rank(gloo: dist.ProcessGroup) -> None:
+    assert isinstance(open_transport(gloo, transport="local", device="cpu"), LocalTransport)
+    throttled = open_transport(gloo, device="cpu", limits=Limits(bytes_per_second=1e9))
+    assert isinstance(throttled, ProcessGroupTransport)
+    throttled.close()
+    dist.destroy_process_group()
     assert group_rank_size(None) == (0, 1)
+    # A single rank needs no further candidates, some of which import libraries.
+    assert [*make_request(single_rank(), "auto", CPU, None, NO_LIMITS, 1).problems] == ["local"]
     assert resolve_group(None) is resolve_group(None)  # so that the ring cached for the group is found again
     transport = open_transport(device="cpu")
     assert isinstance(transport, LocalTransport)
@@ -136,6 +169,7 @@ def test_process_and_virtual_rank_transports_are_not_interchangeable(
         ("nccl", CPU, "it moves CUDA tensors, but device is cpu"),
         ("nccl_one_sided", CPU, r'"nccl_one_sided", .*: it moves CUDA tensors, but device is cpu \(rank 0\)'),
         ("nccl", torch.device("cuda"), "CUDA device"),
+        ("nccl", CUDA, "device is cuda:0, but torch sees no CUDA device"),
     ],
 )
 def test_transports_refused_for_a_single_rank(
@@ -146,6 +180,21 @@ def test_transports_refused_for_a_single_rank(
         open_transport(transport=transport, device=device)
     with pytest.raises(ValueError, match="topology has 4 ranks; it must have as many as the group, 1"):
         open_transports(device="cpu", topology=Topology.grid(2, 2))
+
+
+def test_a_warm_up_error_is_raised_although_closing_fails_too() -> None:
+    def factory(group: LocalGroup, device: torch.device, **_: object) -> Transport:
+        transport = LocalTransport(group, device)
+        transport.warm_up = Mock(side_effect=TransportError("an edge is broken"))  # type: ignore[method-assign]
+        transport.close = Mock(side_effect=OSError("nothing to close"))  # type: ignore[method-assign]
+        return transport
+
+    with pytest.raises(TransportError, match=r"^an edge is broken$"):
+        open_transport(transport=factory, device="cpu")
+    with pytest.raises(TransportError, match=r"^rank 10: OSError: no room$"):
+        open_transport(
+            transport=Mock(side_effect=OSError("no room")), device="cpu", control=numbered_control(single_rank())
+        )
 
 
 @pytest.mark.parametrize(
@@ -168,8 +217,8 @@ def test_transports_refused_for_processes(
 @pytest.mark.parametrize("field", ["transport", "device", "topology", "limits"])
 def test_disagreements_name_the_value_of_every_rank(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Peers(monkeypatch, "cpu:gloo")
-    peers.change = {field: "another"}
-    with pytest.raises(TransportError, match=rf"{field} differs between ranks \(rank 0: .*, rank 1: another\)"):
+    peers.change, peers.names = {field: "another"}, (4, 7)
+    with pytest.raises(TransportError, match=rf"{field} differs between ranks \(rank 4: .*, rank 7: another\)"):
         peers.choose("auto", CPU)
 
 
@@ -233,8 +282,9 @@ def test_a_throttled_link_moves_both_directions_at_once(
 
 
 def test_transports_of_one_group_take_successive_tags(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Control, "gather", lambda control, value, **_: [value, 3])
-    for tag in (3, 4):
+    """Start again at the first tag after the last one."""
+    monkeypatch.setattr(Control, "gather", lambda control, value, **_: [value, process_group.TAGS - 1])
+    for tag in (process_group.TAGS - 1, 0):
         transport = ProcessGroupTransport(gloo, CPU)
         assert transport._tag == process_group.FIRST_TAG + tag
         transport.close()
@@ -258,35 +308,15 @@ def test_the_first_wait_of_a_ring_allows_for_compilation(gloo: dist.ProcessGroup
     assert waits == [FIRST_DEADLINE_SECONDS, 4.0, DEFAULT_TIMEOUT, 4.0]
 
 
-def test_an_abort_on_a_stream_aborts_the_backend_once(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    transport, ended, lane = ProcessGroupTransport(gloo, CPU), list[torch.device](), HostCopyStream()
-    backend = SimpleNamespace(abort=lambda: ended.append(CPU))
-    monkeypatch.setattr(transport, "_copy_stream", lane)
-    monkeypatch.setattr(transport, "_group", SimpleNamespace(_get_backend=lambda device: backend))
-    for _ in range(2):
-        transport.abort("hop 3 is late")
-    assert ended == [CPU]
-
-
-def test_cached_rings_close_on_their_device_after_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, cuda = list[torch.device](), torch.device("cuda", 1)
-
-    def on_device(device: torch.device) -> Any:
-        entered.append(device)
-        return nullcontext()
-
-    monkeypatch.setattr(group_cache, "on_device", on_device)
-    group_cache.close_group_cache(
-        {key: SimpleNamespace(close=str) for key in (cuda, (cuda, 4.0), group_cache.CONNECTION_KEY)}
-    )
-    assert entered == [CPU, cuda, cuda]
-
-
 def test_the_cache_of_a_destroyed_group_closes_when_another_group_is_used(gloo: dist.ProcessGroup) -> None:
-    destroyed, closed = Mock(spec=dist.ProcessGroup), threading.Event()
-    group_cache._GROUP_CACHES[destroyed] = {group_cache.CONNECTION_KEY: SimpleNamespace(close=closed.set)}
+    """Close it in another thread, because closing may wait for transfers that never arrive."""
+    destroyed, returned, closed = Mock(spec=dist.ProcessGroup), threading.Event(), threading.Event()
+    waits = SimpleNamespace(close=lambda: closed.set() if returned.wait(5.0) else None)
+    group_cache._GROUP_CACHES[destroyed] = {group_cache.CONNECTION_KEY: waits}
     group_cache.get_group_cache(gloo)
+    returned.set()
     assert closed.wait(HANGS)
+    assert destroyed not in group_cache._GROUP_CACHES, "a cache must close only once"
 
 
 def test_a_failed_batch_interrupts_its_other_transfers(
@@ -336,9 +366,9 @@ def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
 def test_auto_chooses_a_transport_of_all_ranks(able: Peers) -> None:
     assert able.choose("auto", CUDA) == [("nccl",), ("process_group",)]
     assert able.choose("auto", CPU) == [("process_group",)]
-    able.change = {"nccl": "CuPy could not be imported"}  # on the other rank only
+    able.change, able.names = {"nccl": "CuPy could not be imported"}, (4, 7)  # on the other rank only
     assert able.choose("auto", CUDA) == [("process_group",)]
-    with pytest.raises(ValueError, match=r'transport is "nccl", .*: CuPy could not be imported \(rank 1\)'):
+    with pytest.raises(ValueError, match=r'transport is "nccl", .*: CuPy could not be imported \(rank 7\)'):
         able.choose("nccl", CUDA)
 
 

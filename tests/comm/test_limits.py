@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ringattn import Ring
 from ringattn.comm import Limits
+from ringattn.comm.arg_checks import SECONDS
 from ringattn.comm.world import single_rank
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.tile_schedule import DEFAULT_SM_MARGIN
@@ -25,6 +28,7 @@ from ringattn.kernels.tile_schedule import DEFAULT_SM_MARGIN
         (Limits(), {"NCCL_MAX_CTAS": "16", "NCCL_MAX_P2P_NCHANNELS": "4"}, 4, 4),
         (Limits(), {"NCCL_MIN_CTAS": "2"}, 32, 32),
         (Limits(), {"NCCL_CGA_CLUSTER_SIZE": "4"}, 8, 8 + 8 * 3),
+        (Limits(cga_cluster_size=2), {"NCCL_CGA_CLUSTER_SIZE": "4"}, 8, 8 + 8 * 1),
         (Limits(), {"NCCL_MAX_CTAS": "0", "NCCL_MIN_CTAS": "many", "NCCL_CGA_CLUSTER_SIZE": "0"}, 8, 8),
     ],
 )
@@ -34,6 +38,24 @@ def test_blocks_and_multiprocessors_of_transfers(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert (limits.blocks, limits.multiprocessors) == (blocks, multiprocessors)
+
+
+def test_limits_end_where_nccl_ends() -> None:
+    most = Limits(channels=64, ctas=64, cga_cluster_size=8, bytes_per_second=1)
+    assert most == Limits(np.int64(64), np.int32(64), np.float32(1), np.int8(8))  # type: ignore[arg-type]
+    assert {type(limit) for limit in vars(most).values()} == {int, float}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"channels": 128}, "channels is 128"), ({"ctas": 0}, "ctas is 0"), ({"ctas": 12}, "ctas is 12"),
+        ({"bytes_per_second": math.inf}, "bytes_per_second is inf"),
+        ({"ctas": 2, "cga_cluster_size": 4}, "cga_cluster_size is 4; it must be at most 2"),
+    ]  # fmt: skip
+    for limits, match in wrong:
+        with pytest.raises(ValueError, match=match):
+            Limits(**limits)
+    assert SECONDS.check("deadline", 1e9) == 1e9
+    for seconds in (0, 1.1e9):
+        with pytest.raises(ValueError, match="deadline is"):
+            SECONDS.check("deadline", seconds)
 
 
 def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> None:

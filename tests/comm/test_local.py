@@ -87,25 +87,27 @@ def test_a_rank_is_refused_outside_its_own_thread() -> None:
         posts(world.run(lambda group: group)[0])
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_the_first_error_unblocks_peers_and_is_raised_by_run(size: int) -> None:
+@pytest.mark.parametrize(("size", "kind"), [(1, KeyError), (4, KeyError), (4, SystemExit)])
+def test_the_first_error_unblocks_peers_and_is_raised_by_run(size: int, kind: type[BaseException]) -> None:
     woken: list[BaseException] = []
 
     def fn(group: LocalGroup) -> None:
         if group.rank() == size - 1:
             time.sleep(0.05)
-            raise KeyError("broken")
+            raise kind("broken")
         try:
             LocalTransport(group, CPU).gather(None)
         except TransportError as error:
             woken.append(error)
             raise
 
-    with world_of(size) as world, pytest.raises(KeyError, match="broken") as caught:
+    with world_of(size) as world, pytest.raises(kind, match="broken") as caught:
         world.run(fn)
     assert caught.value.__notes__ == [f"raised by rank {size - 1} of LocalWorld({size})"]
     assert len(woken) == size - 1
-    assert all(isinstance(error, WorldAborted) and "another rank raised KeyError" in str(error) for error in woken)
+    assert all(
+        isinstance(error, WorldAborted) and f"another rank raised {kind.__name__}" in str(error) for error in woken
+    )
 
 
 def test_run_works_after_a_failed_run() -> None:
@@ -141,12 +143,19 @@ def test_keyboard_interrupt_unblocks_the_ranks(monkeypatch: pytest.MonkeyPatch) 
         world.run(fn)
 
 
+def numbered(group: LocalGroup) -> LocalTransport:
+    """Return a transport whose errors number the ranks from 4 on."""
+    transport = LocalTransport(group, CPU)
+    transport.names = range(4, 4 + group.size())
+    return transport
+
+
 def send(group: LocalGroup) -> None:
-    LocalTransport(group, CPU).post(sends=[Message(1, torch.zeros(3))], receives=[]).wait()
+    numbered(group).post(sends=[Message(1, torch.zeros(3))], receives=[]).wait()
 
 
 def receive(group: LocalGroup, count: int = 3) -> None:
-    LocalTransport(group, CPU).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(count))])
+    numbered(group).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(count))])
 
 
 Body = Callable[[LocalGroup], object]
@@ -156,9 +165,13 @@ Body = Callable[[LocalGroup], object]
     ("first", "second", "match"),
     [
         (exchange, str, "rank 1 has already returned"),
-        (send, str, "rank 0 waits until rank 1 takes 12 bytes: rank 1 has already returned"),
-        (send, lambda group: receive(group, 4), "expects 16 bytes from rank 0, which sent 12"),
-        (receive, receive, r"rank \d waits for bytes from rank \d: nothing happened for 0\.5 s. Check that all ranks"),
+        (send, str, "rank 4 waits until rank 5 takes 12 bytes: rank 1 has already returned"),
+        (send, lambda group: receive(group, 4), "rank 5 expects 16 bytes from rank 4, which sent 12"),
+        (
+            receive,
+            receive,
+            r"(4 waits for bytes from rank 5|5 waits for bytes from rank 4): nothing happened for 0\.5 s. Check",
+        ),
     ],
 )
 def test_deadlocked_waits_raise(first: Body, second: Body, match: str) -> None:
@@ -174,6 +187,7 @@ def refused(call: Callable[[], object], match: str) -> None:
 def test_wrong_uses_of_a_local_world_are_refused() -> None:
     refused(lambda: LocalWorld(0), "world_size is 0")
     world = world_of(2)
+    refused(lambda: world.run(3), "fn is 3; it must be a function")  # type: ignore[arg-type]
     refused(lambda: world.run(lambda group: world.run(exchange)), "never inside fn")
     world.close()
     world.close()

@@ -13,15 +13,26 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from ringattn.comm import DONE, Limits, LocalGroup, Message, NcclTransport, Topology, TransportError, open_transports
+from ringattn.comm import (
+    DONE,
+    Limits,
+    LocalGroup,
+    Message,
+    NcclTransport,
+    Topology,
+    TransportError,
+    open_transport,
+    open_transports,
+)
 from ringattn.comm.control import open_control
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.registry import find_transport
-from ringattn.comm.transports import nccl
+from ringattn.comm.transports import nccl, nccl_one_sided
 from ringattn.comm.transports.nccl import (
     ByNodeTransport,
     ConfiguredCommunicator,
@@ -30,12 +41,13 @@ from ringattn.comm.transports.nccl import (
     find_override,
     loaded_libraries,
 )
+from ringattn.comm.transports.selection import _levels
 from ringattn.comm.watchdog.watch import Watch, _tick
 from ringattn.comm.world import single_rank
 
 from ..support.cuda.device import Device, Op
 from ..support.cuda.nccl import Fabric, check_held
-from ..support.transport_cases import CASES, constant_tensor, on_ranks, wait_until
+from ..support.transport_cases import CASES, constant_tensor, numbered_control, on_ranks, wait_until
 from ..support.watch_cases import memory_controls
 
 UNDEFINED = -(2**31)
@@ -156,11 +168,12 @@ def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeyp
     linked = f"{single}7f3 r-xp 0 08:01 8 /usr/lib/libnccl.so.2\n"  # same inode, another path
     assert loaded_libraries(linked) == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     two = f"{single}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
+    same_number = f"{single}7f4 r-xp 0 08:02 8 /usr/lib/libnccl.so.2.30.7 (deleted)\n"  # on another device
     monkeypatch.setattr(Path, "read_text", lambda path: single)
     assert loaded_libraries() == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     assert find_duplicate_nccl() is None
     both = r"2 NCCL libraries are loaded: /opt/a b/nccl/lib/libnccl\.so\.2 and /usr/lib/libnccl\.so\.2\.30\.7"
-    for maps, match in ((two, both), (none, r"libnccl\.so\.2 is not loaded")):
+    for maps, match in ((two, both), (same_number, both), (none, r"libnccl\.so\.2 is not loaded")):
         monkeypatch.setattr(Path, "read_text", lambda path, maps=maps: maps)
         nccl._library.cache_clear()
         with pytest.raises(TransportError, match=match):
@@ -168,6 +181,26 @@ def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeyp
         if maps is two:
             with pytest.raises(TransportError, match=both):
                 open_alone()
+
+
+def test_argument_types_of_libnccl_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Declare every argument, because ctypes would cut a pointer to 32 bits."""
+    library: Any = Mock()
+    monkeypatch.setattr(nccl, "loaded_libraries", lambda: [Path("/opt/libnccl.so.2")])
+    monkeypatch.setattr(ctypes, "CDLL", {"/opt/libnccl.so.2": library}.__getitem__)
+    nccl._library.cache_clear()
+    nccl_one_sided._declare(nccl._library())
+    nccl._library.cache_clear()
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "u": ctypes.c_uint, "s": ctypes.c_size_t, "U": nccl._UniqueId}
+    functions = {
+        "ncclCommInitRankConfig": "piUip", "ncclSend": "psiipp", "ncclRecv": "psiipp", "ncclCommGetAsyncError": "pp",
+        "ncclCommAbort": "p", "ncclCommDestroy": "p", "ncclGetErrorString": "i", "ncclMemAlloc": "ps",
+        "ncclMemFree": "p", "ncclCommWindowRegister": "ppspi", "ncclCommWindowDeregister": "pp",
+        "ncclPutSignal": "psiipsiiupp", "ncclSignal": "iiiupp", "ncclWaitSignal": "ippp",
+    }  # fmt: skip
+    for name, letters in functions.items():
+        assert getattr(library, name).argtypes == tuple(kinds[letter] for letter in letters), name
+    assert library.ncclGetErrorString.restype is ctypes.c_char_p
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -179,12 +212,12 @@ def device(fabric: Fabric) -> Device:
 
 
 def open_alone(timeout: float = 60.0, limits: Limits = NO_LIMITS, device: torch.device = CPU) -> NcclTransport:
-    control = open_control(single_rank())
+    control = numbered_control(single_rank())
     return NcclTransport(rank=0, size=1, device=device, control=control, timeout=timeout, limits=limits)
 
 
 def opened(group: LocalGroup) -> NcclTransport:
-    return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, control=open_control(group), timeout=60)
+    return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, control=numbered_control(group), timeout=60)
 
 
 def kinds(ops: list[Op]) -> list[str]:
@@ -203,7 +236,7 @@ def test_conformance(name: str, world_size: int, fabric: Fabric) -> None:
 
 
 def through(nodes: tuple[tuple[int, ...], ...], group: LocalGroup) -> ByNodeTransport:
-    more: Any = {"device": CPU, "control": open_control(group), "timeout": 60}
+    more: Any = {"device": CPU, "control": numbered_control(group), "timeout": 60}
     return ByNodeTransport(rank=group.rank(), size=group.size(), nodes=nodes, **more)
 
 
@@ -220,7 +253,7 @@ def test_group_end_is_called_when_an_operation_raises(kind: str, fabric: Fabric,
     fabric.fail_on = kind
     tensor = constant_tensor(1, 4, CPU)
     fabric.cut()
-    with pytest.raises(TransportError, match="rank 0: NCCL refused a group of transfers: NCCL_ERROR_INVALID_USAGE"):
+    with pytest.raises(TransportError, match="rank 10: NCCL refused a group of transfers: NCCL_ERROR_INVALID_USAGE"):
         transport.post(sends=[Message(0, tensor)], receives=[Message(0, constant_tensor(0, 4, CPU))])
     assert kinds(device.log)[-1] == "groupEnd"
     assert kinds(device.log).count("groupStart") == 1
@@ -250,7 +283,7 @@ def test_an_abort_unblocks_a_call_and_frees_the_communicator_after_it(
         raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
 
     fabric.before_end = blocked
-    with pytest.raises(TransportError, match="the nccl transport of rank 0 was aborted: hop 3 is 20 s late"):
+    with pytest.raises(TransportError, match="the nccl transport of rank 10 was aborted: hop 3 is 20 s late"):
         transport.post(sends=messages, receives=messages)
     aborting.join(60)
     assert ends(device) == ["abort", "left", *(["free"] if returns else [])]
@@ -325,7 +358,7 @@ def test_nccl_async_errors_abort_the_ring(fabric: Fabric, device: Device) -> Non
     _tick([watch])
     where = "rank 0: forward hop 1: K/V (32 bytes rank 1 -> rank 0, 64 bytes rank 0 -> rank 1)"
     assert str(watch.failure_reason()).startswith(
-        f"{where} failed: the nccl transport of rank 0: {fabric.async_error}."
+        f"{where} failed: the nccl transport of rank 10: {fabric.async_error}."
     )
     assert "abort" in kinds(device.log)
     assert transport.check() is None, "an aborted transport reports no further problem"
@@ -339,10 +372,16 @@ def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch)
         return make(*arguments)
 
     monkeypatch.setattr(fabric, "NcclCommunicator", late)
-    with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not all join within 0\.05 s"):
+    with pytest.raises(TransportError, match=r"rank 10: ranks \[10\] did not all join within 0\.05 s"):
         open_alone(timeout=0.05)
     given_up.set()
     assert fabric.abort_called.wait(60), "a communicator that is created too late must be aborted"
+    fabric.abort_called.clear()
+    # The communicator comes between the timeout and its notice.
+    monkeypatch.setattr(nccl, "run_with_timeout", lambda seconds, join, device, name: bool(join()))
+    with pytest.raises(TransportError, match="did not all join"):
+        open_alone()
+    assert fabric.abort_called.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -420,25 +459,6 @@ def test_both_communicators_are_aborted_when_one_edge_fails(fabric: Fabric, devi
     on_ranks(3, fn)
 
 
-def test_the_first_communicator_is_aborted_when_the_second_fails(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    join, joined = NcclTransport._join, list[object]()
-
-    def once(transport: NcclTransport, limits: Limits) -> object:
-        if joined:
-            raise TransportError("rank 0: ranks [0, 1] did not join")
-        joined.append(join(transport, limits))
-        return joined[0]
-
-    monkeypatch.setattr(NcclTransport, "_join", once)
-    with pytest.raises(TransportError, match="did not join") as raised:
-        through(((0,),), single_rank())
-    assert "abort" in ends(device), (
-        raised
-    )  # `raised` keeps the communicator alive, so garbage collection did not abort it
-
-
 def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open two nodes of three. Peers stay ranks of the group, but NCCL gets ranks of the communicator."""
     limits, make = list[Limits](), nccl.ConfiguredCommunicator
@@ -456,6 +476,8 @@ def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monk
         )
         assert isinstance(inside, NcclTransport) and isinstance(between, NcclTransport)
         assert inside._copy_stream.stream is not between._copy_stream.stream
+        assert inside.reason == between.reason != ""
+        assert (inside._warm, between._warm) == tuple({*edges} for _, edges, _ in _levels(group.rank(), topology))
         with pytest.raises(TransportError, match=r"rank 0: peer is 5; this communicator connects only ranks \[0, 3\]"):
             between.warm_up([(0, 5)])
 
@@ -467,12 +489,18 @@ def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monk
     assert len({unique_id for _, unique_id, _ in joined}) == 5 and limits == [Limits(ctas=4)] * 12
     assert {op.detail[3] for op in device.log if op.kind in ("send", "recv")} == {0, 1, 2}
 
+    def flat(group: LocalGroup) -> object:
+        uneven = Topology(((0, 1), (2,)))
+        return type(open_transport(group, transport=find_transport("nccl").open, device=CPU, topology=uneven))
+
+    assert on_ranks(3, flat) == [ByNodeTransport] * 3
+
 
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("get_unique_id", "^NCCL of rank 0 could not create a unique id: NCCL_ERROR_SYSTEM_ERROR$"),
-        ("NcclCommunicator", r"rank \d: NCCL could not create a communicator: NCCL_ERROR_SYSTEM_ERROR"),
+        ("get_unique_id", "^NCCL of rank 10 could not create a unique id: NCCL_ERROR_SYSTEM_ERROR$"),
+        ("NcclCommunicator", r"rank 1[0-2]: NCCL could not create a communicator: NCCL_ERROR_SYSTEM_ERROR"),
     ],
 )
 def test_nccl_init_errors_are_raised_on_all_ranks(
@@ -489,7 +517,9 @@ def test_nccl_init_errors_are_raised_on_all_ranks(
     on_ranks(3, fn)
 
 
-def test_a_communicator_is_destroyed_or_aborted_once(fabric: Fabric, device: Device) -> None:
+def test_a_communicator_is_destroyed_or_aborted_once(
+    fabric: Fabric, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
     transport = open_alone()
     device.log.clear()
     transport.close()
@@ -507,12 +537,20 @@ def test_a_communicator_is_destroyed_or_aborted_once(fabric: Fabric, device: Dev
     transport.close()
     assert ends(device) == ["abort", "free"]
 
+    transport = open_alone()
+    transport._timeout = 0.05
+    device.log.clear()
+    with transport._call_lock:  # a call that does not return
+        transport.close()
+        wait_until(lambda: ends(device) == ["abort"])
+    wait_until(lambda: ends(device) == ["abort", "free"])
+
     # ncclCommDestroy blocks while a dead peer is silent.
     transport, peer, over = open_alone(), threading.Event(), list[bool]()
     transport._timeout = 0.05
     fabric.on_destroy = lambda: over.append(peer.wait(60))
     transport.close()
-    assert not over
+    assert not over and "rank 10: NCCL did not destroy its communicator within 0.05 s" in caplog.messages
     peer.set()
 
 

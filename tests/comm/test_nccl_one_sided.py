@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, Message, Placed, Slots, TransportError, slot_windows
+from ringattn.comm import LocalGroup, Message, NcclTransport, Placed, Slots, TransportError, slot_windows
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports import nccl_one_sided
 from ringattn.comm.transports.nccl_one_sided import OneSidedCommunicator, one_sided_missing
@@ -20,7 +23,7 @@ from ..support.cuda.device import Device
 from ..support.cuda.nccl import Fabric
 from ..support.cuda.one_sided import OneSided, Windows, install_one_sided, opened
 from ..support.transport_cases import CASES, constant_tensor, on_ranks, ring_neighbours
-from .test_nccl import Library
+from .test_nccl import Library, through
 
 CPU = torch.device("cpu")
 
@@ -103,7 +106,7 @@ def test_free_signals_and_data_signals_are_counted_apart(
 @pytest.mark.parametrize("call", ["allocate", "register", "no symmetric memory"])
 def test_a_window_that_cannot_be_created_is_an_error_on_every_rank(call: str, windows: Windows) -> None:
     def refused(group: LocalGroup, make: Callable[[LocalGroup], object]) -> None:
-        who = "rank 0" if call.startswith("no") else "rank 1"
+        who = "rank 10" if call.startswith("no") else "rank 11"
         with pytest.raises(TransportError, match=rf"{who} cannot \w+ a window of \d+ bytes: (unhandled|no symmetric)"):
             make(group)
 
@@ -122,6 +125,77 @@ def test_a_window_that_cannot_be_created_is_an_error_on_every_rank(call: str, wi
 
     on_ranks(2, fn)
     assert windows.left == (0, 0)
+
+
+def test_memory_of_another_owner_is_deregistered_but_not_freed(windows: Windows) -> None:
+    def fn(group: LocalGroup) -> None:
+        transport, arena = opened(group), torch.zeros(512, dtype=torch.uint8)
+        assert transport.multiprocessors == 0
+        before = windows.left
+        transport.register(arena[:256])
+        assert transport._window(arena[255:]) is not None and transport._window(arena[256:]) is None
+        transport.release(arena[:256])
+        assert windows.left == before and not windows.freed
+        transport.close()
+        transport.release(arena)  # the end of the transport has released everything
+        with pytest.raises(TransportError, match="is closed"):
+            transport.zeros(256)
+
+    on_ranks(1, fn)
+
+
+@pytest.mark.parametrize("method", ["abort", "destroy", "check_async_error"])
+def test_both_communicators_end_and_are_checked(method: str) -> None:
+    both = Mock(), Mock()
+    getattr(nccl_one_sided._Communicators(*both), method)()
+    assert [getattr(comm, method).call_count for comm in both] == [1, 1]
+
+
+def test_each_communicator_makes_its_first_call_when_it_opens(
+    windows: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals, signal = cast("Any", []), OneSided.signal
+    monkeypatch.setattr(OneSided, "signal", lambda self, *given: signals.append(self) or signal(self, *given))
+
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        assert signals == [transport._comm.data, transport._comm.free]
+
+    on_ranks(1, fn)
+
+
+@pytest.mark.parametrize("make", [opened, partial(through, ((0,),))])
+def test_the_first_communicator_is_aborted_when_the_second_fails(
+    make: Callable[[LocalGroup], object], windows: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, failed = Mock(), TransportError("rank 0: ranks [0] did not join")
+    monkeypatch.setattr(NcclTransport, "_join", Mock(side_effect=[first, failed]))
+
+    with pytest.raises(TransportError, match="did not join"):
+        on_ranks(1, make)
+    first.abort.assert_called_once()
+
+
+def test_a_step_that_other_ranks_do_not_take_is_named(windows: Windows) -> None:
+    def fn(group: LocalGroup) -> None:
+        transport, over = opened(group), threading.Event()
+        transport._timeout = 0.05
+        with pytest.raises(
+            TransportError, match=r"rank 10 cannot wait: other ranks did not do the same within 0\.05 s"
+        ):
+            transport._together(over.wait, "wait")
+        over.set()
+
+    on_ranks(1, fn)
+
+
+def test_memory_of_nccl_is_wrapped_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap = Mock()
+    monkeypatch.setattr(torch, "as_tensor", wrap)
+    nccl_one_sided.tensor_at(4096, 24, torch.device("cuda", 1))
+    (memory,), options = wrap.call_args
+    assert memory.__cuda_array_interface__["data"] == (4096, False) and options == {"device": torch.device("cuda", 1)}
+    assert (memory.__cuda_array_interface__["shape"], memory.__cuda_array_interface__["typestr"]) == ((24,), "|u1")
 
 
 def test_windows_of_different_sizes_are_refused(windows: Windows) -> None:
@@ -153,9 +227,9 @@ def test_an_abort_returns_although_a_signal_never_arrives(
             transport.abort("hop 3 is 20 s late")
             transport.close()
             assert time.monotonic() - begun < 10 and not fence.done()
-            assert "rank 0: a signal never arrived" in caplog.text
+            assert "rank 10: a signal never arrived" in caplog.text
             assert not transport._finalizer.alive, "abort and close must end the communicator once"
-            with pytest.raises(TransportError, match="of rank 0 was aborted: hop 3 is 20 s late"):
+            with pytest.raises(TransportError, match="of rank 10 was aborted: hop 3 is 20 s late"):
                 transport.post(sends=[], receives=[])
         transport.gather(None)
         device.blocks = False  # the process ends
@@ -199,6 +273,7 @@ def test_capture_into_a_cuda_graph_is_refused(windows: Windows, monkeypatch: pyt
         (22907, 13000, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment lets a"),
         (22907, 13000, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, None),
         (22907, 13000, {"NCCL_WIN_ENABLE": "0"}, "NCCL_WIN_ENABLE=0 in the environment disables"),
+        (22907, 13000, {"NCCL_CUMEM_ENABLE": "0"}, "NCCL_CUMEM_ENABLE=0 in the environment disables"),
         (22907, 13000, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "lets ranks share a GPU"),
     ],
 )
@@ -229,6 +304,8 @@ def test_calls_into_libnccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rest == [("ncclCommWindowDeregister", (77, 55)), ("ncclMemFree", (1000,))]
     with pytest.raises(TransportError, match="NCCL has no symmetric memory between these GPUs"):
         communicator.register(1000, 4096)
+    name, (comm, *memory, _, flags) = library.calls[-1]
+    assert (name, comm, memory, flags) == ("ncclCommWindowRegister", 77, [1000, 4096], 1)
     assert communicator.allocate(4096) == 0
     library.status = 5
     with pytest.raises(TransportError, match="error 5"):

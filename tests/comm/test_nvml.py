@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 import uuid
 from dataclasses import replace
@@ -14,8 +15,6 @@ import pytest
 import torch
 
 from ringattn.bench.common import provenance
-from ringattn.comm import LocalGroup, LocalWorld, Topology
-from ringattn.comm.control import open_control
 from ringattn.comm.topology import nvml
 from ringattn.comm.topology.nvml import (
     SWITCH,
@@ -27,7 +26,6 @@ from ringattn.comm.topology.nvml import (
     network_link,
     pairs_by_link,
 )
-from ringattn.comm.topology.topology import discover_topology
 
 from ..support.clusters import cpus, hgx, nvlink_mesh_host
 
@@ -94,7 +92,7 @@ def test_network_bandwidth_is_that_of_the_slower_or_shared_nic() -> None:
 
 
 ROOT = "devices/pci0000:16/0000:16:01.0/0000:17:00.0"
-BUS = "0000:19:00.0"
+BUS = "0001:19:00.0"
 UUID = uuid.UUID(int=7)
 
 
@@ -120,7 +118,7 @@ class StandIn(ModuleType):
             "SystemGetDriverVersion": lambda: b"580.1",
             "DeviceGetHandleByUUID": {f"GPU-{UUID}": "gpu"}.__getitem__,
             "DeviceGetIndex": lambda gpu: 5,
-            "DeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=b"00000000:19:00.0"),
+            "DeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=b"00000001:19:00.0"),
             "DeviceGetMaxPcieLinkGeneration": lambda gpu: 5,
             "DeviceGetCurrPcieLinkWidth": lambda gpu: 8,
             "DeviceGetNvLinkState": lambda gpu, link: int(link in links),
@@ -128,7 +126,9 @@ class StandIn(ModuleType):
             "DeviceGetNvLinkRemoteDeviceType": lambda gpu, link: 0 if links[link] else nvml.REMOTE_IS_SWITCH,
             "DeviceGetNvLinkRemotePciInfo": lambda gpu, link: SimpleNamespace(busId=links[link]),
             "DeviceGetClockInfo": lambda gpu, kind: 1500 * kind,
+            "DeviceGetMaxClockInfo": lambda gpu, kind: 1980 * kind,
             "DeviceGetPowerUsage": lambda gpu: 650_500,
+            "DeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
             "DeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x4 | 0x40,
         }
 
@@ -164,12 +164,13 @@ def tree(tmp_path: Path) -> Path:
         f"{adapter}/numa_node": "1",
         f"{virtual}/numa_node": "-1",
         f"{virtual}/virtio1/numa_node": "-1",
-        "class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
+        "class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
+        "class/infiniband/mlx5_0/ports/2/rate": "200 Gb/sec (4X HDR)",
         "class/net/ib0/speed": "400000",
         "class/net/eth0/speed": "-1",
         "class/net/eth1/speed": "25000",
         "class/net/eth1/device/vendor": "0x1",
-        "class/net/lo/mtu": "65536",
+        "class/net/lo/mtu": "65536abcdef",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +187,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_device_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
+def test_device_info_of_a_gpu(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.device_info(GPU, sys=tree) == DeviceInfo(
         host=nvml.host_name(),
         gpu=f"GPU-{UUID}",
@@ -202,6 +203,8 @@ def test_device_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
         ),
     )
     assert nvml.device_info(GPU, sys=tree / "nowhere").pcie == (BUS,)
+    monkeypatch.setattr(nvml, "BOOT_ID", tree / "class/net/lo/mtu")
+    assert nvml.host_name() == f"{platform.node()}/65536abc"  # the first characters of a longer id
     nowhere = nvml.list_host_nics(tree / "nowhere"), nvml.pcie_path(tree / "nowhere"), nvml.pcie_path(tree / "class")
     assert nowhere == ((), (), ())
 
@@ -228,6 +231,39 @@ def test_missing_nvml_data_is_left_out(stand_in: StandIn, tree: Path, monkeypatc
     assert nvml.device_info(GPU, sys=tree).unknown == "pynvml is not installed; run pip install nvidia-ml-py"
 
 
+def test_rates_follow_the_generation(stand_in: StandIn, tree: Path) -> None:
+    """Read NVML's numbers of NVLink generations, and double the rate of a PCIe lane with each generation."""
+    generations = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
+    nominal = {1: 20, 2: 25, 3: 25, 4: 25, 5: 50, 6: 50}
+    for number, generation in generations.items():
+        stand_in.answers["DeviceGetNvLinkVersion"] = lambda gpu, link, number=number: number
+        device = nvml.device_info(GPU, sys=tree)
+        link = link_between(device, replace(device, gpu="GPU-2"))
+        assert link.text == f"NVLink {generation} x4 switch"
+        assert link.gigabytes_per_second == pytest.approx(4 * nominal[generation] * 380 / 450)
+    for generation in range(1, 7):
+        stand_in.answers["DeviceGetMaxPcieLinkGeneration"] = lambda gpu, generation=generation: generation
+        assert nvml.device_info(GPU, sys=tree).pcie_gigabytes == 8 * 0.25 * 2 ** (generation - 1)
+    stand_in.answers["DeviceGetMaxPcieLinkGeneration"] = stand_in.answers["DeviceGetNvLinkVersion"] = lambda *_: 99
+    device = nvml.device_info(GPU, sys=tree)
+    assert (device.pcie_gigabytes, {link.version for link in device.nvlinks}) == (None, {None})
+
+
+def test_throttle_reasons_follow_the_bits_of_nvml() -> None:
+    assert nvml.throttle_reasons(0x3FF) == (
+        "idle", "clocks set by the user", "power cap", "hardware slowdown", "sync boost", "software thermal slowdown",
+        "hardware thermal slowdown", "power brake", "display clocks",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("uuid_of_torch", "uuid_of_nvml"), [("MIG-7", "MIG-7"), ("GPU-7", "GPU-7"), ("7", "GPU-7")])
+def test_uuids_have_the_format_of_nvml(
+    uuid_of_torch: str, uuid_of_nvml: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid_of_torch))
+    assert nvml.device_uuid(GPU) == uuid_of_nvml
+
+
 def test_nvlink_fabric_across_hosts(stand_in: StandIn, tree: Path) -> None:
     class Info(ctypes.Structure):
         _fields_ = (
@@ -235,10 +271,10 @@ def test_nvlink_fabric_across_hosts(stand_in: StandIn, tree: Path) -> None:
             ("state", ctypes.c_uint8),
         )  # fmt: skip
 
-    cluster, status = [0], [0]
+    cluster, status, ready = [0], [0], [nvml.FABRIC_READY]
 
     def fill(gpu: str, pointer: Any) -> None:
-        pointer._obj.clusterUuid[0], pointer._obj.cliqueId, pointer._obj.state = cluster[0], 3, nvml.FABRIC_READY
+        pointer._obj.clusterUuid[0], pointer._obj.cliqueId, pointer._obj.state = cluster[0], 3, ready[0]
         pointer._obj.status = status[0]
 
     vars(stand_in).update(c_nvmlGpuFabricInfoV_t=Info, nvmlDeviceGetGpuFabricInfoV=fill)
@@ -246,6 +282,8 @@ def test_nvlink_fabric_across_hosts(stand_in: StandIn, tree: Path) -> None:
     cluster[0] = 0xAB
     assert nvml.device_info(GPU, sys=tree).fabric == "ab" + "00" * 15 + "/3"
     status[0] = 1  # registration failed, so the fabric is unusable
+    assert nvml.device_info(GPU, sys=tree).fabric is None
+    status[0], ready[0] = 0, nvml.FABRIC_READY - 1  # registration is not over
     assert nvml.device_info(GPU, sys=tree).fabric is None
 
 
@@ -263,7 +301,8 @@ def test_slow_nics_are_not_used() -> None:
 def test_reader_of_clocks_and_power(stand_in: StandIn) -> None:
     read = nvml.GpuReader(GPU)
     expected = {
-        "sm_mhz": 1500, "memory_mhz": 3000, "watts": 650.5, "throttled": ("power cap", "hardware thermal slowdown"),
+        "sm_mhz": 1500, "sm_mhz_max": 1980, "memory_mhz": 3000, "watts": 650.5, "watts_limit": 700.0,
+        "throttled": ("power cap", "hardware thermal slowdown"),
     }  # fmt: skip
     assert read.reason is None
     assert read() == read() == expected
@@ -276,14 +315,3 @@ def test_reader_of_clocks_and_power(stand_in: StandIn) -> None:
     assert read() == {} and "NVML found no driver" in str(read.reason)
     assert "NVML found no driver" in provenance.gpu_clocks(GPU)["unknown"]
     assert provenance._or_unknown(nvml.driver_version) == "unknown: NvmlUnavailableError"
-
-
-def test_discover_returns_devices_on_rank_0_only() -> None:
-    def fn(group: LocalGroup) -> Topology:
-        return discover_topology(open_control(group), CPU)
-
-    with LocalWorld(2, device=CPU) as world:
-        first, second = world.run(fn)
-    assert first == second == Topology(((0, 1),))
-    assert first.devices == (nvml.device_info(CPU),) * 2
-    assert second.devices == ()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
-import os
+import logging
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from ringattn.comm import (
     open_transport,
     open_transports,
     register_transport,
+    registry,
     testing,
     transport_names,
     unregister_transport,
@@ -134,29 +136,38 @@ def test_example_passes_the_conformance_suite(world_size: int, name: str) -> Non
         world.run(partial(check_transport, name))
 
 
-@pytest.mark.nightly
-def test_example_as_an_entry_point_of_a_package(tmp_path: Path) -> None:
-    (tmp_path / "counted.py").write_text(IMPORTS + EXAMPLE)
-    (tmp_path / "counted-1.dist-info").mkdir()
-    points = "[ringattn.transports]\ncounting = counted\nbroken = no_such_module\n"
-    (tmp_path / "counted-1.dist-info" / "entry_points.txt").write_text(points)
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    flags = "bench links --device cpu --world 2 --transport counting -b 1k -e 1k -n 1 -w 0 --beside none"
-    command = [sys.executable, "-m", "ringattn", *flags.split()]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": paths})
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "best between processes: counting" in ran.stdout
-    assert "could not load the entry point broken = no_such_module" in ran.stderr
+def test_entry_points_are_loaded_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find(group: str) -> list[Any]:
+        asked.append(group)
+        broken = SimpleNamespace(
+            name="broken", value="no_such_module", load=partial(importlib.import_module, "no_such_module")
+        )
+        return [broken, SimpleNamespace(load=partial(register_transport, name, Opener()))]
+
+    asked: list[str] = []
+    monkeypatch.setattr(registry, "entry_points", find)
+    registry._load_entry_points.cache_clear()
+    assert name in transport_names() and name in transport_names() and asked == ["ringattn.transports"]
+    assert "could not load the entry point broken = no_such_module" in caplog.text
 
 
-def test_auto_takes_the_transport_with_the_highest_preference(name: str) -> None:
+def test_auto_takes_the_transport_with_the_highest_preference(name: str, caplog: pytest.LogCaptureFixture) -> None:
     register_transport(name, Opener(), preference=1000, unavailable=lambda group, device, limits: "on strike")
     refused = open_transport(device="cpu")
     assert refused.reason == "auto selected local; not counting: on strike (rank 0)"
     unregister_transport(name)
     register_transport(name, Opener(), preference=1000)
     assert transport_names()[0] == name
-    assert (open_transport(device="cpu").name, open_transport(device="cpu").reason) == (name, f"auto selected {name}")
+    with caplog.at_level(logging.INFO, "ringattn"):
+        opened = open_transport(device="cpu")
+        assert (opened.name, opened.reason) == (name, f"auto selected {name}")
+        unregister_transport(name)
+        register_transport(name, Mock(side_effect=TransportError("no link")), preference=1000)
+        assert open_transport(device="cpu").reason == "auto selected local; not counting: no link"
+    assert f"rank 0 of 1, tensors on cpu: auto selected {name}" in caplog.messages
+    assert f'rank 0: transport "auto" skips {name}: no link' in caplog.messages
 
 
 def fails(mistake: Callable[[], Any], opener: Opener, group: Any, device: torch.device, **opening: Any) -> Any:
@@ -199,7 +210,7 @@ def test_factories_that_differ_between_ranks_are_refused() -> None:
 
     def fn(group: LocalGroup) -> None:
         with pytest.raises(
-            TransportError, match=r"transport differs between ranks \(rank 0: .*Opener, rank 1: .*lambda"
+            TransportError, match=rf"transport differs between ranks \(rank 0: {__name__}.Opener, rank 1: .*lambda"
         ):
             open_transport(group, transport=openers[group.rank()], device="cpu")
         with Ring(group, transport=openers[group.rank()]) as ring, pytest.raises(ValueError, match="transport differs"):
@@ -208,6 +219,18 @@ def test_factories_that_differ_between_ranks_are_refused() -> None:
     with LocalWorld(2, device="cpu", timeout=60) as world:
         world.run(fn)
     assert openers[0].opened == []
+
+
+def test_registered_transports_keep_their_options(name: str) -> None:
+    options: dict[str, Any] = {
+        "devices": ("cpu",), "ranks": ("threads",), "preference": 3, "limits": ("ctas",), "across_nodes": False,
+        "unavailable": lambda group, device, limits: None,
+    }  # fmt: skip
+    for given in (options, {}):
+        register_transport(name, open_transport, **given)
+        assert registry.find_transport(name) == registry.TransportEntry(name, open_transport, **given)
+        unregister_transport(name)
+    register_transport(name, open_transport)
 
 
 def test_names_that_cannot_be_registered(name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ringattn.comm import TransportError
+from ringattn.comm import TransportError, WorldAborted
 from ringattn.comm.watchdog.preflight import (
     LONG_TEXT,
     MAX_READ_RANKS,
@@ -109,8 +109,10 @@ def test_every_rank_gets_the_first_differing_field_and_all_values() -> None:
     ranks = preflights(3)
     mine = [{"dtype": "fp16", "heads": 8, "mask": 1}, {"dtype": "fp16", "heads": 4, "mask": 1}]
     mine.append({"dtype": "fp16", "heads": 8, "mask": 2})
+    for rank in ranks:
+        rank._control.names = (4, 7, 5)
     verdict = run_on_all(ranks, lambda rank: agree(rank, mine[ranks.index(rank)]))
-    assert verdict == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8). {MUST}", False)] * 3
+    assert verdict == [Verdict(f"heads differs between ranks (rank 4: 8, rank 5: 8, rank 7: 4). {MUST}", False)] * 3
     assert [[*rank._pack_statements()] for rank in ranks] == [["1"]] * 3  # kept for a rank that has not looked yet
     # No data has moved, so the ranks go on with equal fields and equal histories.
     assert run_on_all(ranks, lambda rank: agree(rank, mine[0])) == [None] * 3
@@ -157,10 +159,15 @@ def test_a_refusing_rank_is_named_to_waiting_ranks() -> None:
     assert len({rank._chain for rank in ranks}) == 1
 
 
-@pytest.mark.parametrize("refuses", [True, False])
-def test_a_refusal_of_a_rank_that_is_gone_is_waited_for(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, gone = preflights(2), TransportError("rank 1 is gone")
+@pytest.mark.parametrize(("refuses", "kind"), [(True, TransportError), (False, TransportError), (False, WorldAborted)])
+def test_a_refusal_of_a_rank_that_is_gone_is_waited_for(
+    refuses: bool, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wait for it unless all virtual ranks end because one of them raised."""
+    ranks, gone = preflights(2), kind("rank 1 is gone")
     monkeypatch.setattr(ranks[0]._control._connection, "find_dead_peer", lambda missing, names, timeout: gone)
+    if kind is WorldAborted:
+        monkeypatch.setattr("ringattn.comm.watchdog.preflight.LAST_STATEMENT_SECONDS", 2 * HANGS)
     if not refuses:  # gone for good, noticed long before the patience ends
         with pytest.raises(TransportError, match="rank 1 is gone"):
             agree(ranks[0], {"heads": 8})

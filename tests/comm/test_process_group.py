@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.comm.transport import TransportError
+from ringattn.comm.transport import Message, TransportError
 from ringattn.comm.transports import process_group
-from ringattn.comm.transports.process_group import TransferThread, TransferWork
+from ringattn.comm.transports.process_group import ProcessGroupTransport, TransferThread, TransferWork
 
 from ..support.transport_cases import wait_until
 
@@ -24,16 +24,18 @@ def test_work_runs_in_order_without_blocking_the_caller() -> None:
     stream, gate, order = TransferThread("test", lambda: True), threading.Event(), []
     fences = [stream.submit(gate.wait)]  # type: ignore[arg-type]
     fences += [stream.submit(lambda number=number: order.append(number)) for number in range(20)]  # type: ignore[misc]
-    assert not any(fence.done() for fence in fences)
+    assert not any(fence.done() or fence.finished_at for fence in fences)
+    begun = time.perf_counter()
     gate.set()
     fences[-1].wait()
-    assert order == list(range(20))
+    assert order == list(range(20)) and stream._thread is not None and stream._thread.daemon
     assert all(fence.done() for fence in fences)
+    assert begun < fences[0].finished_at < fences[-1].finished_at < time.perf_counter()
     stream.close()
 
 
 def test_a_failure_fails_all_later_work() -> None:
-    stream, gate = TransferThread("test", lambda: True), threading.Event()
+    stream, gate = TransferThread("test", lambda: pytest.fail("no transfer was running")), threading.Event()
 
     def fail() -> None:
         gate.wait()
@@ -53,7 +55,9 @@ def test_a_failure_fails_all_later_work() -> None:
 
 
 def test_tensors_are_released() -> None:
-    stream, tensor = TransferThread("test", lambda: True), torch.zeros(3)
+    stream = TransferThread("test", lambda: True)
+    with torch.inference_mode():  # outside of which such a tensor may not be written
+        tensor = torch.zeros(3)
     gone = weakref.ref(tensor)
     stream.submit(lambda tensor=tensor: tensor.add_(1)).wait()  # type: ignore[misc]
     del tensor
@@ -87,6 +91,37 @@ def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) ->
             fence.wait()
     finally:
         process_group._transfer_threads.cache_clear()  # streams made from here on register with the real atexit
+
+
+def test_process_exit_leaves_a_transfer_that_cannot_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "EXIT_JOIN_SECONDS", 0.01)
+    stream, over = TransferThread("test", lambda: False), threading.Event()
+    fence = stream.submit(over.wait)  # type: ignore[arg-type]
+    wait_until(lambda: stream._running)
+    stream._end()
+    assert stream._thread is not None and stream._thread.is_alive() and fence.done()
+    with pytest.raises(TransportError, match="the process ends"):
+        fence.wait()
+    over.set()
+
+
+def test_an_unexpected_error_of_a_transfer_is_named() -> None:
+    stream = TransferThread("test", lambda: True)
+    with pytest.raises(TransportError, match=r"^a transfer failed: KeyError: 'rank 3'$"):
+        stream.submit(Mock(side_effect=KeyError("rank 3"))).wait()
+    stream.close()
+
+
+def test_a_transfer_that_cannot_start_is_described_by_the_ranks_of_the_mesh() -> None:
+    transport, refuse = Mock(rank=0, names=(7, 8)), Mock(side_effect=RuntimeError("closed by peer"))
+    with pytest.raises(TransportError, match=r"^rank 7: send of 24 bytes to rank 8 failed: closed by peer$"):
+        ProcessGroupTransport._start(transport, refuse, "group_dst", "send of {} bytes to", Message(1, torch.zeros(6)))
+    assert refuse.call_args.kwargs == {"group": transport._group, "tag": transport._tag, "group_dst": 1}
+
+
+def test_only_transfers_of_gloo_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:mpi")
+    assert process_group._interrupt(None) and not process_group._interrupt(Mock())
 
 
 def test_work_that_ends_after_an_abort_does_not_undo_it() -> None:

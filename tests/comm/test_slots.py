@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
-from ringattn.comm import Slots, slot_nbytes
+from ringattn.comm import Slots, slot_nbytes, slot_windows
 from ringattn.comm.slots import ALIGNMENT, MAX_CACHED_FORMS, TensorSpec
 from ringattn.comm.transports.copy_streams import CudaCopyStream
 
@@ -22,19 +24,6 @@ SPECS: list[TensorSpec] = [
 ]
 
 
-class Noted:
-    """A fence that counts its waits."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def wait(self) -> None:
-        self.waits += 1
-
-    def done(self) -> bool:
-        return self.waits > 0
-
-
 def span(tensor: torch.Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
@@ -46,6 +35,7 @@ def test_views_are_aligned_disjoint_and_typed() -> None:
     for slot in range(3):
         tensors = slots.tensors(slot, SPECS)
         assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == SPECS
+        assert slots.tensors(slot, SPECS[:1])[0].data_ptr() == tensors[0].data_ptr()
         for tensor in tensors:
             assert tensor.is_contiguous()
             assert tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT == 0
@@ -82,8 +72,38 @@ def test_growing_on_another_stream_does_not_race(monkeypatch: pytest.MonkeyPatch
     assert Graph(recorder.log).races() == []
 
 
+def test_transfers_run_after_the_zeros_of_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, _ = install(monkeypatch)
+    with acting(recorder, 0):
+        slots, lane = Slots(1, GPU), CudaCopyStream(GPU)
+        recorder.begin()
+        slots.reserve(100)
+        with torch.cuda.stream(lane.stream):  # the first transfer into a slot waits for no compute
+            slots.tensors(0, [((10,), torch.float32)])[0].fill_(1)
+        recorder.end()
+    assert Graph(recorder.log).races() == []
+
+
+def test_windows_of_slots_are_shared_by_all_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ranks = Mock(), Mock()
+    memory = first.zeros.return_value = torch.zeros(2 * ALIGNMENT, dtype=torch.uint8)
+    slots = Slots(2, CPU, slot_windows(ranks))
+    synchronized = Mock()
+    monkeypatch.setattr(slots, "_synchronize_zeros", synchronized)
+    first.release = Mock(side_effect=lambda memory: synchronized.assert_called())
+    slots.reserve(100)
+    first.zeros.assert_called_once_with(2 * ALIGNMENT)
+    second.register.assert_called_once_with(memory)
+    synchronized.reset_mock()
+    for _ in range(2):
+        slots.release()
+    for transport in ranks:
+        transport.release.assert_called_once_with(memory)
+    assert slot_windows([first, object()]) is None  # type: ignore[list-item]
+
+
 def test_slots_keep_their_high_water_mark() -> None:
-    slots, fences = Slots(3, CPU), [Noted() for _ in range(4)]
+    slots, fences = Slots(3, CPU), [Mock() for _ in range(4)]
     slots.reserve(2000)
     (before,) = slots.tensors(0, [((4,), torch.float32)])
     for slot, fence in zip((0, 1, 2, 2), fences, strict=True):
@@ -91,9 +111,9 @@ def test_slots_keep_their_high_water_mark() -> None:
     for smaller in (2000, 100, 0, 2048):
         slots.reserve(smaller)
     assert slots.tensors(0, [((4,), torch.float32)])[0].data_ptr() == before.data_ptr()
-    assert (slots.nbytes, [fence.waits for fence in fences]) == (2048, [0] * 4)
+    assert (slots.nbytes, [fence.wait.call_count for fence in fences]) == (2048, [0] * 4)
     slots.reserve(100_000)
-    assert [fence.waits for fence in fences] == [1] * 4
+    assert [fence.wait.call_count for fence in fences] == [1] * 4
     assert [slots.pop_uses(slot) for slot in range(3)] == [(), (), ()]
     for slot in range(3):
         (everything,) = slots.tensors(slot, [((100_000,), torch.uint8)])
@@ -106,7 +126,7 @@ def test_slots_refuse_wrong_counts_indices_and_sizes(slot: int) -> None:
         Slots(0, CPU)
     slots = Slots(2, CPU)
     slots.reserve(ALIGNMENT)
-    for call in (lambda: slots.tensors(slot, []), lambda: slots.add_use(slot, Noted()), lambda: slots.pop_uses(slot)):
+    for call in (lambda: slots.tensors(slot, []), lambda: slots.add_use(slot, Mock()), lambda: slots.pop_uses(slot)):
         with pytest.raises(IndexError, match=f"slot is {slot}; it must be between 0 and 1"):
             call()
     slots.tensors(0, [((ALIGNMENT,), torch.uint8)])

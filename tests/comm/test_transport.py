@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, LocalTransport
+from ringattn.comm import LocalGroup, LocalTransport, Message, check_messages
 from ringattn.comm import transport as comm_transport
-from ringattn.comm.transport import PATTERN_BYTES, _pattern
+from ringattn.comm.transport import PATTERN_BYTES, DoneFence, _pattern, decode_value, encode_value
+from ringattn.comm.world import single_rank
 
 from ..support.group_cases import GROUP_CASES, PATIENCE, group_ranks, run_cases
 from ..support.rank_processes import GroupProcesses
@@ -56,6 +62,40 @@ def test_warm_up_patterns_differ_between_edges_and_under_shifts() -> None:
         assert int((first != second).sum()) >= PATTERN_BYTES // 4
     for shift in (1, 4, 128, 256, 512, 1024, 2048):
         assert int((patterns[1][shift:] != patterns[1][:-shift]).sum()) > (PATTERN_BYTES - shift) // 2
+
+
+def test_a_warm_up_sends_its_patterns_after_they_are_written() -> None:
+    transport, mark = LocalTransport(single_rank(), CPU), DoneFence()
+    transport.mark = lambda: mark  # type: ignore[method-assign]
+    transport.post = Mock(wraps=transport.post)  # type: ignore[method-assign]
+    transport.warm_up([(0, 0)])
+    assert transport.post.call_args.kwargs["after"] == [mark]
+
+
+@pytest.mark.parametrize(
+    ("sends", "receives", "text"),
+    [
+        ([], [(2, torch.ones(1))], "receives[0]: peer is 2; it must be between 0 and 1"),
+        ([(1, torch.ones(1)), (0, torch.ones(1, device="meta"))], [], "sends[1]: the tensor is on meta; it must be on"),
+        ([(1, torch.ones(2, 3).T)], [], "sends[0]: the tensor of shape (3, 2) and strides (1, 3) is not contiguous"),
+        ([(1, torch.ones(0))], [], "sends[0]: the tensor of shape (0,) is empty"),
+        (
+            [(0, torch.ones(6))],
+            [(1, torch.ones(3))],
+            "rank 0 sends itself messages of [24] bytes, but receives [] bytes",
+        ),
+    ],
+)
+def test_errors_of_messages_say_which_and_why(sends: list[Any], receives: list[Any], text: str) -> None:
+    transport: Any = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        check_messages(transport, CPU, *([Message(*message) for message in posted] for posted in (sends, receives)))
+
+
+def test_long_values_are_compressed() -> None:
+    short, long = [[1] * count for count in (50, 2000)]
+    assert encode_value(short) == json.dumps(short, separators=(",", ":")).encode() and len(encode_value(long)) < 100
+    assert [decode_value(encode_value(value), "a value") for value in (short, long)] == [short, long]
 
 
 def test_the_timer_of_a_warm_up_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,7 @@ def test_the_failed_transfer_is_named_not_the_oldest(caplog: pytest.LogCaptureFi
 def test_a_problem_that_a_transport_notices_ends_the_ring() -> None:
     ranks, _ = ranks_in_first_hop(2)
     ranks.transports[0].check = lambda: "the link is down"  # type: ignore[method-assign,assignment,return-value]
+    ranks.watches[0]._transports = lambda: [AbortRecorder(), ranks.transports[0]]  # type: ignore[list-item,return-value]
     ranks.watches[0].tick()
     assert "forward hop 1: K/V" in ranks.transports[0].reasons[0]
     assert " failed: the link is down" in ranks.transports[0].reasons[0]
@@ -304,14 +305,6 @@ def test_a_failure_carries_the_rank_of_this_process_in_each_ring() -> None:
     assert [rank for rank, *_ in failures] == [0, 1]
 
 
-def test_an_error_before_the_first_tick_names_its_transfer() -> None:
-    ranks, _ = ranks_in_first_hop(2)
-    raised = ranks.watches[0].report_failure(TransportError("closed by peer"))
-    assert str(raised).startswith("rank 0: forward hop 1: K/V (64 bytes rank 1 -> rank 0, ")
-    ranks.watches[1].close()
-    assert not ranks.watches[1]._posts.is_busy  # posts are dropped, because a fence holds its tensors
-
-
 def test_the_other_ring_gets_the_failure_before_the_process_ends() -> None:
     here, there = two_rings(fatal=True)
     failures = list[Any]()
@@ -426,6 +419,9 @@ def test_an_idle_rank_answers_questions_at_its_next_poll(answered: bool, monkeyp
     ranks.watches[1].tick()
     words: Any = ranks.controls[0].read_key("words/1") or {}
     assert ("2" in words, ranks.connection(1).asked > asked) == (not answered, not answered)
+    ranks.controls[0].publish("words/0", {"2": [{"heads": "4"}, None, False]})
+    ranks.watches[1].tick()
+    assert ("heads differs" in str(ranks.watches[1].failure_reason())) is not answered
 
 
 def test_clocks_restart_after_a_stopped_process_continues(clock: ManualClock) -> None:
@@ -466,6 +462,9 @@ def test_a_fault_in_one_ring_does_not_stop_watching_the_others(
         wait_until(lambda: len(ticks) >= 3)
     assert "the watchdog of rank 0 failed" in caplog.text
     broken.close()
+    left: Any = [good, Mock(rank=3, device="a device that has failed")]
+    module._tick(left)
+    assert left == [good] and "the watchdog of rank 3 failed" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12, in a process with threads
@@ -491,14 +490,16 @@ def test_stream_deadlines_end_the_process_with_the_reason(clock: ManualClock, ca
     for rank, text in ranks.ended:
         assert ranks.transports[rank].reasons == [text]  # aborted before
     assert "Last reported: rank 1: in forward hop 1: K/V (" in ranks.ended[0][1]
-    (watch, *_), error = ranks_in_first_hop(2, fatal=True)[0].watches, MemoryError("no room")
+    (watch, *_), error = ranks_in_first_hop(2, fatal=True, names=(4, 6))[0].watches, MemoryError("no room")
     assert watch.report_failure(error) is error
-    assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
+    assert [record.message for record in caplog.records if record.exc_info and record.exc_info[1] is error] == [
+        "rank 4 failed"
+    ]
 
 
 def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
-    ranks = WatchedRanks(2, patience=0.2)
-    with pytest.raises(TransportError, match=r"^rank 0: comparing .* no answer from rank 1 within 0\.2 s\. Last"):
+    ranks = WatchedRanks(2, patience=0.2, names=(1, 3))
+    with pytest.raises(TransportError, match=r"^rank 1: comparing .* no answer from rank 3 within 0\.2 s\. Last"):
         ranks.watches[0].agree_on_call({"heads": 8})
 
 
@@ -551,7 +552,7 @@ def test_stop_waits_for_a_running_tick(fast: Watchdog) -> None:
 def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
     rings = [FailureGroup() for _ in range(2)]
 
-    def fn(group: LocalGroup) -> list[tuple[float | None, object]]:
+    def fn(group: LocalGroup) -> list[tuple[float | None, object, bool]]:
         watches = [
             open_watch(
                 group,
@@ -566,10 +567,10 @@ def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
         assert {*watches} == {*rings[group.rank()].watches}
         for watch in watches:
             watch.close()
-        return [(watch._posts._seconds, watch._fatal) for watch in watches]
+        return [(watch._posts._seconds, watch._fatal, watch._ends_all_ranks) for watch in watches]
 
     with LocalWorld(2, device="cpu") as world:
-        assert world.run(fn) == [[(NEVER, None), (5.0, None)]] * 2
+        assert world.run(fn) == [[(NEVER, None, True), (5.0, None, True)]] * 2
 
 
 @pytest.mark.parametrize(("device", "steps"), [("cpu", []), ("cuda:0", ["flush", 75])])
@@ -608,7 +609,7 @@ def test_the_first_failure_stays_and_aborts_once(caplog: pytest.LogCaptureFixtur
 def test_an_answering_store_resets_the_pause_between_retries(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks, pauses = WatchedRanks(2, deadline=HANGS), list[float]()
+    ranks, pauses = WatchedRanks(2, deadline=HANGS, names=(4, 6)), list[float]()
     watch, connection = ranks.watches[0], ranks.connection(0)
     with caplog.at_level(logging.INFO, "ringattn"):
         for problem in (*["silent"] * 5, None, "silent"):
@@ -619,7 +620,7 @@ def test_an_answering_store_resets_the_pause_between_retries(
             clock.now += module.MAX_SILENT_SECONDS
     assert pauses == [2.0, 4.0, 8.0, 16.0, 16.0, 2.0]
     assert connection.asked == 5 + 2 + 1, "a silent store is asked once per pause"
-    assert [record.message for record in caplog.records] == ["rank 0: silent"]
+    assert [record.message for record in caplog.records] == ["rank 4: silent"]
 
 
 def test_a_call_is_passed_on_to_the_preflight_with_every_argument() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ringattn.comm import DONE, Edge, Fence, LocalGroup, LocalWorld, Message, Transport, TransportError, testing
+from ringattn.comm.control import Control, open_control
 from ringattn.comm.testing import (
     HOST_CASES,
     CallbackFence,
@@ -38,6 +39,13 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 # Seconds until a wait counts as a hang. Mutation runs set a smaller value, because mutants do hang.
 HANGS = float(os.environ.get("RINGATTN_TEST_HANGS", testing.HANG_SECONDS))
+
+
+def numbered_control(group: LocalGroup, first: int = 10) -> Control:
+    """Return the control of a group whose errors number its ranks from ``first`` on, as for a part of a mesh."""
+    control = open_control(group)
+    control.names = range(first, first + group.size())
+    return control
 
 
 def on_ranks(size: int, fn: Callable[[LocalGroup], T]) -> list[T]:
@@ -76,6 +84,7 @@ def edges_are_warmed_up_once(transport: Transport, device: torch.device) -> None
 
 def a_warm_up_names_wrong_bytes_everywhere(transport: Transport, device: torch.device) -> None:
     post, source = transport.post, transport.size - 1
+    names = getattr(transport, "names", range(transport.size))
 
     def spoiled(**messages: Any) -> Fence:
         fence = post(**messages)
@@ -86,13 +95,13 @@ def a_warm_up_names_wrong_bytes_everywhere(transport: Transport, device: torch.d
 
     if transport.rank == 0:
         transport.post = spoiled  # type: ignore[method-assign]
-    with pytest.raises(TransportError, match=rf"rank 0 got 3 wrong bytes of 4096 from rank {source}$"):
+    with pytest.raises(TransportError, match=rf"rank {names[0]} got 3 wrong bytes of 4096 from rank {names[source]}$"):
         transport.warm_up([(source, 0)])
     with pytest.raises(TransportError, match=f"the warm-up of the {transport.name} transport failed"):
         transport.warm_up([(source, 0)])  # the edge is still cold
     if transport.rank == 0:
         transport.post = Mock(side_effect=ValueError("no such peer"))  # type: ignore[method-assign]
-    with pytest.raises(TransportError, match="rank 0: no such peer"):
+    with pytest.raises(TransportError, match=f"rank {names[0]}: no such peer"):
         transport.warm_up([(0, 0)])
 
 

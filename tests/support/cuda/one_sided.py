@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ringattn.comm import LocalGroup
-from ringattn.comm.control import open_control
 from ringattn.comm.transports import nccl_one_sided
 
+from ..transport_cases import numbered_control
 from .device import site
 from .nccl import Communicator, Fabric, NcclError
 
@@ -140,5 +140,10 @@ def install_one_sided(monkeypatch: pytest.MonkeyPatch, fabric: Fabric) -> Window
 
 def opened(group: LocalGroup, **more: object) -> nccl_one_sided.NcclOneSidedTransport:
     """Return a transport of CPU tensors over all virtual ranks."""
-    options: dict[str, Any] = {"device": torch.device("cpu"), "timeout": 60.0, "control": open_control(group), **more}
+    options: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "timeout": 60.0,
+        "control": numbered_control(group),
+        **more,
+    }
     return nccl_one_sided.NcclOneSidedTransport(rank=group.rank(), size=group.size(), **options)
