@@ -20,7 +20,7 @@ from ringattn.autotune import compile as compile_
 from ringattn.autotune.candidates import CompileResult, ranking_job
 from ringattn.autotune.compile import KernelVariant
 from ringattn.autotune.device_trials import DeviceTrials, check_lengths
-from ringattn.autotune.search import Budget, SearchResult
+from ringattn.autotune.search import Budget, SearchResult, TimedRun
 from ringattn.autotune.tile_space import ModelShape, gpu_for_arch, point_text, tile_candidates
 from ringattn.autotune.tune import (
     TuneConfig,
@@ -122,6 +122,40 @@ def test_only_measuring_has_a_default_budget(
     monkeypatch.setattr(tune, "tune", lambda config, *_: configs.append(config) or Result("tune", {}))
     assert run_command(*SMALL, "--save-dir", str(tmp_path), *flags).exit_code == 0
     assert [config.budget for config in configs] == [seconds]
+
+
+def test_every_option_reaches_the_search(tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, result = list[Any](), Result("tune", {})
+    monkeypatch.setattr(cli_tune, "resolve_target", lambda *how: calls.append(how) or (H200, CPU, ""))
+    monkeypatch.setattr(tune, "tune", lambda config, *_: calls.append(config) or result)
+    monkeypatch.setattr(ring_search, "ring_problems", lambda *how: how)
+    monkeypatch.setattr(ring_search, "tune_rings", lambda *how: calls.append(how) or result)
+    model = ["--heads", "12", "--kv-heads", "4", "--head-dim", "64", "--dtype", "fp16", "--seqlen", "32,16", "--full"]
+    model += ["--save-dir", str(tmp_path), "--budget", "20"]
+    tiles = ["--value-dim", "32", "--arch", "sm_80", "--kernels", "dq,single_pass", "--compile-only", "--tiles", "3"]
+    assert run_command(*model, *tiles).exit_code == 0
+    shape = ModelShape(12, 4, 64, 32, "fp16")
+    assert calls == [
+        ("sm_80", True), TuneConfig(shape, (32, 16), False, H200, CPU, tmp_path, 20.0, ("dq", "single_pass"), 3)
+    ]  # fmt: skip
+    for flags, kernels in (((), TUNED_KERNELS), (("--tiles", "1"), KERNELS)):
+        assert run_command("--save-dir", str(tmp_path), *flags).exit_code == 0
+        config = calls.pop()
+        assert (config.kernels, config.causal, config.lengths) == (kernels, True, (8192, 32768))
+        assert config.shape == ModelShape(32, 32, 128, 128, "bf16")
+    for flags, budget in ((("--budget", "20"), 20.0), ((), cli_tune.BUDGET)):
+        assert run_command(*model[:-2], *flags, "--ring", "--world", "4", "--device", "cpu").exit_code == 0
+        problems, *rest = calls.pop()
+        assert problems == (replace(shape, value_dim=64), [32, 16], False, "cpu", 4) and rest == [budget, tmp_path]
+    calls.clear()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_command(*model).exit_code == 0 and not calls, "one process tunes tiles"
+    assert run_command(*model, "--ring").exit_code == 0 and len(calls) == 1, "all processes tune a ring"
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(tables, "user_table_folder", lambda: None)
+    refused = run_command(*model[:-4], "--budget", "20")
+    assert refused.exit_code == 2 and "--save-dir is not given" in refused.output
 
 
 @pytest.fixture
@@ -388,6 +422,41 @@ def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = sums_of_runs[1:]  # the first run compiles
     assert len(timed) == 3
     assert all(len({*sums}) == 3 for sums in zip(*timed, strict=True))
+
+
+def test_a_gpu_times_another_run_during_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    point, log = TuningPoint("forward", "fp32", 16, 16, 2, "full", 40), list[Any]()
+    trials, tile = DeviceTrials(point, SHAPE, CPU), Tile(16, 16, 4, 1)
+
+    class Copy:
+        def __init__(self, device: Any, nbytes: int) -> None:
+            log.append(("copy", device.type, nbytes))
+
+        def run_alongside(self, step: Any, stream: Any) -> Any:
+            return lambda: (log.append(stream), step())
+
+    monkeypatch.setattr(trials, "_launch", lambda tile: log.append("launch"))
+    monkeypatch.setattr(trials, "_clock", lambda step: (step() and 2.5) or 0.5)
+    monkeypatch.setattr(trials, "_reader", lambda: {"sm_mhz": 1200})
+    monkeypatch.setattr(device_trials, "BackgroundCopy", Copy)
+    monkeypatch.setattr(device_trials, "copy_bytes_for", lambda device, seconds: int(1000 * seconds))
+    monkeypatch.setattr(device_trials, "new_stream", lambda device, priority: ("stream", priority))
+    trials._device = torch.device("cuda")
+    for _ in range(2):
+        assert trials.run(tile) == TimedRun(0.5, (), {"sm_mhz": 1200.0}, 2.5)
+    stream = ("stream", device_trials.HIGH_PRIORITY)
+    run = ["launch", stream, "launch"]
+    assert log == ["launch", "launch", ("copy", "cuda", 1000), stream, "launch", *run], "one size for all"
+
+
+def test_scores_of_timed_inputs_are_normal() -> None:
+    point = TuningPoint("dq", "fp32", 16, 16, 2, "full", 40)
+    trials, again = (DeviceTrials(point, SHAPE, CPU) for _ in range(2))
+    assert all(map(torch.equal, trials._check_inputs, again._check_inputs)), "every tile gets the same check"
+    x, lse = trials._make("q", 2, 99), trials._make("lse", 3)
+    trials._refill_inputs()
+    assert lse.tolist() == pytest.approx([math.log(40) + 0.5] * 3) and 0.5 < float(x.std()) < 2.0
+    assert trials._make("q", 2, 99) is x
 
 
 def test_the_journal_belongs_to_one_kernel_source(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
