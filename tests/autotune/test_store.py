@@ -136,6 +136,14 @@ def test_a_failed_write_keeps_the_old_table(folders: Folders, monkeypatch: pytes
     assert path.read_text() == before and [*folders[0].iterdir()] == [path]
 
 
+def test_a_table_is_on_disk_before_it_replaces_the_old_one(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, real = list[str](), os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: order.append(f"{os.fstat(file).st_size} bytes"))
+    monkeypatch.setattr(os, "replace", lambda *paths: order.append("replace") or real(*paths))
+    path = save(folders[0], H200, [entry()])
+    assert order == [f"{path.stat().st_size} bytes", "replace"]
+
+
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file/inner cannot be used"):

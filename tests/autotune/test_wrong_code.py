@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringattn.autotune import gate
+from ringattn.autotune import assemblers, gate
 from ringattn.autotune.assemblers import assemble, assembler_version, newest_assembler, triton_assembler
 from ringattn.autotune.compile import RecordedLaunch, parse_variants
 from ringattn.autotune.wrong_code import (
@@ -155,6 +155,22 @@ def test_the_gate_checks_the_code_of_two_assemblers(monkeypatch: pytest.MonkeyPa
     problems = [gate.compile_variant(variant, assembler)[1] for assembler in (None, newest)]
     (extra,) = {*problems[1]} - {*problems[0]}
     assert re.match(r"\d+ instructions from ptxas \d+\.\d+\.\d+ use registers", extra)
+
+
+def test_the_newest_assembler_is_chosen_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels = [tmp_path / f"cu{major}" / "bin" / "ptxas" for major in (12, 13)]
+    for wheel in wheels:
+        wheel.parent.mkdir(parents=True)
+        wheel.touch()
+    versions = {wheels[0]: (12, 9, 8), wheels[1]: (12, 10, 1), Path("triton-80"): (12, 9), Path("triton-100"): (9, 99)}
+    monkeypatch.setattr(assemblers, "triton_assembler", lambda arch: Path(f"triton-{arch}"))
+    monkeypatch.setattr(assemblers, "assembler_version", versions.__getitem__)
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    for spec, newest in ((package, wheels[1]), (SimpleNamespace(submodule_search_locations=None), Path("triton-80"))):
+        monkeypatch.setattr(assemblers, "find_spec", lambda name, spec=spec: spec)
+        assert newest_assembler() == newest
+    versions[Path("triton-100")] = (13, 0)
+    assert newest_assembler() == Path("triton-100")
 
 
 def test_an_assembler_refuses_wrong_ptx_and_skips_newer_ptx() -> None:
