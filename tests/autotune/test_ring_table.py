@@ -155,7 +155,7 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
     def search(tried: Any, default: RingSetting, check: Any, run: Any, left: Any, on_run: Any) -> Any:
         tried_settings.append((tried, default))
         assert check(default) is None
-        assert left() == pytest.approx(60.0 if rank == 0 else 30.0, rel=0.1), "the clock of rank 0 counts"
+        assert left() == pytest.approx(3600.0 if rank == 0 else 1800.0, rel=0.1), "the clock of rank 0 counts"
         reading = run(default)
         reasons = ("power brake", "power cap") if rank == 0 else ("power cap", "power brake")
         assert reading.seconds == 0.25 and reading.throttled == reasons and reading.clocks == {"sm_mhz": 900.0}
@@ -183,7 +183,7 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(ring_search, name, stand_in)
     problem = AttentionConfig(64, 2, heads=2, kv_heads=1, head_dim=16, dtype="float32", device="cpu")
-    result = ring_search.search_ring(LaunchedRank(rank, 2, rank, 2), torch.device("cpu"), problem, 60.0, tmp_path)
+    result = ring_search.search_ring(LaunchedRank(rank, 2, rank, 2), torch.device("cpu"), problem, 3600.0, tmp_path)
     point = RingPoint(2, 2, 1, 16, "fp32", "bounded", 32)
     assert tried_settings == [(candidate_settings(point, "cpu"), DEFAULT)] and sorted(closed) == [1, 4]
     assert "best: Ring(" in result.notes[-1] and len(read_ring_table(tmp_path, INTERPRETER_GPU)) == (rank == 0)

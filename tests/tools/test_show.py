@@ -272,13 +272,38 @@ def test_pictures_are_written_in_the_format_of_the_file_name(
     assert Path(name).read_bytes().startswith(begins)
 
 
-def test_picture_shows_the_mask_and_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_labels_every_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
-    monkeypatch.setattr(pictures, "write_figure", lambda figure, *_: figures.append(figure))
-    run("--world 8 --seqlen 1k --layout contiguous --window 100,0 --out x.png")
-    mask, schedule, *_ = figures[0].axes
-    assert mask.get_title().startswith("mask: ") and schedule.get_title().startswith("schedule: ")
-    assert ([*schedule.get_xticks()], [*schedule.get_yticks()]) == ([0, 1], [*range(8)])
+    monkeypatch.setattr(pictures, "write_figure", lambda figure, out, dpi: figures.append(figure))
+    layout, mask = Layout.contiguous(96, 4), Mask(causal=True, window=(40, 0))
+    call = call_of(layout, mask, nodes=2)
+    pictures.draw_call(call, Path("x.png"))
+    (image,), (grid,) = (axes.images for axes in figures[0].axes[:2])
+    assert image.get_clim() == (-0.5, call.schedule.count - 0.5) and grid.get_clim() == (0, 1)
+    _, cells = mask_cells(call, pictures.CELLS)
+    assert np.array_equal(image.get_array().filled(-1), cells)
+    assert np.allclose(grid.get_array().filled(0), call.pairs / call.pairs.max())
+    mask_axes, schedule = figures[0].axes[:2]
+    assert mask_axes.get_title().startswith("mask: ") and schedule.get_title().startswith("schedule: ")
+    assert ([*schedule.get_xticks()], [*schedule.get_yticks()]) == ([*range(call.schedule.count)], [*range(4)])
+    texts = {(text.get_position(), text.get_text()) for text in schedule.texts}
+    for rank in range(4):
+        for hop in call.schedule.hops(rank):
+            arrows = [f"→ {hop.kv_to}"] * (hop.kv_to is not None) + [f"» {hop.rail_to}"] * (hop.rail_to is not None)
+            label = f"{hop.shard}" if hop.computes else f"({hop.shard})" if hop.kv_from is not None else None
+            assert label is None or ((hop.index, rank), label) in texts
+            assert any("  ".join(arrows) == text for _, text in texts)
+            assert not hop.computes or ((hop.index, rank), str(call.pairs[rank, hop.index])) in texts
+    lines = sorted([*map(tuple, line)] for found in schedule.collections for line in found.get_segments())
+    inner = call.schedule.inner
+    assert lines == [[(-0.5, 1.5), (call.schedule.count - 0.5, 1.5)], [(inner - 0.5, -0.5), (inner - 0.5, 3.5)]]
+    assert pictures._ticks(12) == [*range(12)] and pictures._ticks(13) == [0, 2, 4, 6, 8, 10, 12]
+
+
+def test_only_the_first_rank_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run("--seqlen 64") == ""
 
 
 def test_each_hop_number_has_one_character() -> None:

@@ -1,0 +1,179 @@
+"""Tests of ``ringattn export`` that compile nothing: its options, its checks of a binary, and its manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ringattn.kernels import Tile
+from ringattn.tools.export import command, kernels
+from ringattn.tools.export.c import refusal_conditions, struct_field, to_c_expression
+from ringattn.tools.export.config import ExportConfig
+from ringattn.tools.export.kernels import Argument, ExportedKernel, TensorMap, parameter_offsets
+
+MAP = TensorMap("q", "q", "bf16", ("batch", "rows", "heads", 128), (1, 64, 1, 64), 3, by_pointer=False)
+INPUTS = (
+    Argument("q", "*bf16", multiple=16), Argument("dq_stride_s", "i32", multiple=8), Argument("rows", "i32"),
+    Argument("heads", "i32"), Argument("group", "i32"), Argument("softmax_scale", "fp32"), Argument("lo", "*i32"),
+)  # fmt: skip
+PARAMETERS = (
+    *MAP.parameters(),
+    *INPUTS,
+    Argument("columns", "i32", same_as="rows"),
+    Argument("bounds", "*i32", made_of="0"),
+)
+
+
+def exported(name: str = "forward", maps: tuple[TensorMap, ...] = (MAP,)) -> ExportedKernel:
+    layout = tuple(parameter_offsets(PARAMETERS, 0x210))
+    return ExportedKernel(name, "symbol", b"code", PARAMETERS, INPUTS, maps, layout, 128, Tile(64, 32, 4, 2), 9000)
+
+
+def test_every_option_reaches_the_export(tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs, written = list[Any](), list[Any]()
+
+    def export(config: ExportConfig, name: str) -> ExportedKernel:
+        configs.append((config, name))
+        return exported(name)
+
+    def write(config: ExportConfig, found: list[ExportedKernel], folder: Path) -> dict[str, Any]:
+        written.append((config, [kernel.name for kernel in found], folder))
+        return {"sha256": {"a": "", "b": ""}}
+
+    monkeypatch.setattr(kernels, "export", export)
+    monkeypatch.setattr(command, "write_export", write)
+    monkeypatch.setattr(
+        "ringattn.tools.export.config.chosen_tiles", lambda config: dict.fromkeys(config.kernels, (0, "a table"))
+    )
+
+    def run(*flags: str) -> Any:
+        flags = "--arch", "80", *flags, "--out-dir", str(tmp_path / "out")
+        return CliRunner().invoke(command.app, flags, env={"COLUMNS": "300"})
+
+    done = run()
+    assert done.exit_code == 0, done.output
+    plain = ExportConfig(80, "bf16", 128, 128)
+    assert written == [(plain, ["forward", "delta", "dq", "dkdv"], tmp_path / "out")]
+    assert configs == [(plain, name) for name in ("forward", "delta", "dq", "dkdv")]
+    lines = done.output.splitlines()
+    assert lines[0] == f"forward   {len(PARAMETERS)} arguments, 9000 bytes of shared memory; tile: a table"
+    assert len(lines) == 5 and lines[-1].startswith(f"wrote 3 files to {tmp_path / 'out'}; ")
+    every = "--head-dim 64 --value-dim 32 --dtype fp16 --causal --no-grouped --role last --forward-kernel hopper"
+    every += f" --backward single_pass --gpu H100 --config-dir {tmp_path}"
+    done = run(*every.split(), "--json", "-")
+    config = ExportConfig(
+        80, "fp16", 64, 32, bounded=True, grouped=False, role="last", forward_kernel="hopper", backward="single_pass",
+        gpu="H100", config_dir=tmp_path,
+    )  # fmt: skip
+    assert written[1][:2] == (config, ["forward", "delta", "gradients"]) and json.loads(done.output)
+    assert run("--json", str(tmp_path / "x.json")).exit_code == 0
+    assert json.loads((tmp_path / "x.json").read_text()) == {"sha256": {"a": "", "b": ""}}
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run().output == "" and len(written) == 3, "rank 0 alone writes"
+
+
+def test_the_manifest_describes_every_parameter(tmp_path: Path) -> None:
+    config = ExportConfig(90, bounded=True)
+    data = command.write_export(config, [exported()], tmp_path)
+    assert data == json.loads((tmp_path / f"{config.prefix}.json").read_text())
+    for name, digest in data["sha256"].items():
+        assert hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() == digest
+    names = {f"{config.prefix}{end}" for end in ("_forward.cubin", ".h", ".c")} | {"LICENSE"}
+    assert {*data["sha256"]} == names and (tmp_path / f"{config.prefix}_forward.cubin").read_bytes() == b"code"
+    assert {name: data[name] for name in ("arch", "dtype", "head_dim", "bounded", "grouped", "role", "schema")} == {
+        "arch": "sm_90", "dtype": "bf16", "head_dim": [128, 128], "bounded": True, "grouped": True, "role": "only",
+        "schema": 2,
+    }  # fmt: skip
+    (entry,) = data["kernels"]
+    assert entry["grid"] == ["ceil(rows / 64) * batch * heads", 1, 1] and entry["tile_from"].startswith("built-in")
+    assert (entry["threads"], entry["shared_memory"], entry["symbol"]) == (128, 9000, "symbol")
+    first, *_, columns, bounds, scratch, other = entry["parameters"]
+    encoded = first.pop("tensor_map")
+    assert first == {
+        "name": "q_map",
+        "type": "CUtensorMap",
+        "size": 128,
+        "alignment": 64,
+        "made_of": "q",
+        "offset": 0x30,
+    }
+    assert (columns["same_as"], bounds["made_of"]) == ("rows", "0") and scratch["offset"] + 8 == other["offset"]
+    assert {name: encoded[name] for name in ("rank", "sizes", "strides", "box", "element_strides")} == {
+        "rank": 4, "sizes": ["128", "heads", "rows", "batch"], "box": [64, 1, 64, 1], "element_strides": [1] * 4,
+        "strides": ["q_stride_h * 2", "q_stride_s * 2", "q_stride_b * 2"],
+    }  # fmt: skip
+    assert encoded["data_type"].endswith("BFLOAT16") and encoded["swizzle"].endswith("128B")
+    assert entry["arguments"][0] == {"name": "q", "type": "*bf16", "size": 8, "multiple_of": 16}
+
+
+def test_a_launch_refuses_what_the_kernel_cannot_take() -> None:
+    shared = ["batch < 0", "args->rows < 0", "args->heads < 0", "args->group < 1"]
+    scale = "!(args->softmax_scale > 0)"  # also true for NaN
+    assert refusal_conditions(exported()) == [*shared, "args->heads % args->group", scale]
+    limit = (2**31 - 1) // 64
+    strides = [f"args->{name}_stride_s > {limit} || args->{name}_stride_s < -{limit}" for name in ("dout", "dq")]
+    overflow = "(int64_t)args->heads * args->group > INT32_MAX"
+    assert refusal_conditions(exported("gradients")) == [*shared, scale, *strides, overflow]
+    assert len(refusal_conditions(exported("gradients", maps=()))) == len([*shared, scale, *strides, overflow]) + 1
+    assert refusal_conditions(exported("dkdv")) == [*shared, scale]
+    assert exported("dkdv").block == 32 and exported("dq").block == 64
+    fields = [struct_field(kernel, argument) for kernel in (exported(), exported("dkdv")) for argument in INPUTS[:3]]
+    assert fields == [
+        "CUdeviceptr q; /* bf16, queries [B, Sq, H, D]; a multiple of 16 */",
+        "int32_t dq_stride_s; /* in elements; a multiple of 8 */", "int32_t rows; /* Sq */",
+        "CUdeviceptr q; /* bf16, queries [B, Sq, H, D]; a multiple of 16 */",
+        "int32_t dq_stride_s; /* in elements; a multiple of 8 */", "int32_t rows; /* Sk */",
+    ]  # fmt: skip
+    assert (
+        struct_field(exported("dkdv"), INPUTS[-1])
+        == "CUdeviceptr lo; /* first query of each key, int32 [Sk], never decreasing */"
+    )
+    assert to_c_expression("heads * group") == "args->heads * args->group" and to_c_expression("batch") == "batch"
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"global_scratch_size": 1}, "needs scratch memory or a cluster"), ({"num_ctas": 2}, "needs scratch memory"),
+    ({"profile_scratch_size": 8}, "needs scratch memory"), ({"offset": 4}, r"takes parameters at \(offset, bytes\)"),
+    ({}, None),
+])  # fmt: skip
+def test_a_binary_that_the_launcher_cannot_serve_is_refused(
+    changed: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"shared": 9000, "global_scratch_size": 0, "profile_scratch_size": 0, "num_ctas": 1, "name": "symbol"}
+    binary = SimpleNamespace(
+        metadata=SimpleNamespace(**values | changed), asm={"cubin": b"code", "ptx": ".reqntid 128"}
+    )
+    layout = [(start + changed.get("offset", 0), size) for start, size in exported().layout]
+    monkeypatch.setattr(kernels, "compiled_launch", lambda *_: SimpleNamespace(binary=binary))
+    monkeypatch.setattr(kernels, "split_arguments", lambda *_: (PARAMETERS, INPUTS, (MAP,)))
+    monkeypatch.setattr(kernels, "read_parameter_layout", lambda cubin: (0x210, layout))
+    if message is None:
+        tile = kernels.chosen_tiles(ExportConfig(90))["forward"][0]
+        found = kernels.export(ExportConfig(90), "forward")
+        assert vars(found) == vars(exported()) | {"tile": tile}
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            kernels.export(ExportConfig(90), "forward")
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"elem_size": 4}, "elem_size 4; the launcher supports only 2"),
+    ({"block_size": [64, 64]}, "number of dimensions 2"),
+    ({"fp4_padded": True}, "fp4_padded True"), ({"is_im2col": 1}, "is_im2col True"), ({}, None),
+])  # fmt: skip
+def test_a_descriptor_that_the_launcher_cannot_encode_is_refused(changed: dict[str, Any], message: str | None) -> None:
+    value = SimpleNamespace(base=SimpleNamespace(dtype=kernels.DTYPES["bf16"]), shape=[7, 31, 105, 128])
+    metadata: dict[str, Any] = {"elem_size": 2, "block_size": [1, 64, 1, 64], "swizzle": 3} | changed
+    symbols = {7: "batch", 31: "rows", 105: "heads"}
+    if message is None:
+        assert kernels._tensor_map(value, "q", "q", symbols, metadata, by_pointer=False) == MAP
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            kernels._tensor_map(value, "q", "q", symbols, metadata, by_pointer=False)
