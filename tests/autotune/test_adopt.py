@@ -329,6 +329,7 @@ def attend(needs_grad: bool = True, *, dim: int = DIM, **options: Any) -> bool:
 
 @pytest.mark.usefixtures("on_gpu")
 def test_auto_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not attend(), "nothing is adopted"
     path = save()
     assert path == record_path(GPU) and path.stat().st_mode & 0o777 == 0o600
     assert find_adoption(GPU).record == read_record(path)

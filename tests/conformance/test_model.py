@@ -36,20 +36,17 @@ class Changed(Decoder):
 
 
 class OwnLoss(Decoder):
-    """A model whose ``loss`` is the mean over the tokens of its rank, scaled."""
+    """A model whose ``loss`` is the mean over the tokens of its rank, divided by a power of the number of ranks."""
 
-    factor = 1.0
+    power = 0
 
     def loss(self, tokens: Tensor) -> Tensor:
         logits, at = self(tokens)
-        return F.cross_entropy(logits[0], tokens[0, at]) * self.factor
+        return F.cross_entropy(logits[0], tokens[0, at]) / dist.get_world_size() ** self.power
 
 
-class HalvedLoss(OwnLoss):
-    factor = 0.5
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        return super().loss(tokens) * (1 if dist.get_world_size() == 1 else self.factor)
+class TwiceDivided(OwnLoss):
+    power = 2
 
 
 def judge_ranks(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, failing_world: int = 0) -> Result:
@@ -95,7 +92,7 @@ MODELS: dict[str, tuple[Callable[[], Any], set[str], set[str], str]] = {
     "a lost token": (lambda: Changed(without_last), {"positions"}, set(), "do not hold every token"),
     "larger on several ranks": (lambda: Decoder(scale=1.83), set(), SCALED, "of one rank; 1 or 3 is right"),
     "NaN": (lambda: Changed(on_several(lambda logits: logits * torch.nan)), set(), ALL, "off by inf"),
-    "a mean twice": (HalvedLoss, set(), SIZES, "1.5 times that of one rank"),
+    "a mean twice": (TwiceDivided, set(), SIZES, "0.3333 times that of one rank"),
     "gradients of the wrong sign": (
         lambda: Changed(on_several(lambda logits: 2 * logits.detach() - logits)), set(), {"gradient direction"},
         "cosine -1.00000",
