@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ringattn.autotune import gate
+from ringattn.autotune import inspect as inspection
 from ringattn.autotune.compile import KernelVariant, RecordedLaunch
 from ringattn.autotune.gate import CompiledKernel, gate_problems, hopper_problems
 from ringattn.autotune.inspect import variant_row
@@ -89,6 +90,28 @@ def test_resources_of_gpus_of_amd() -> None:
     (only,) = (loop for loop in loops if loop.matrix == 1)
     row = variant_row(replace(VARIANT, arch=0x942), replace(compiled, loops=(only,)), ["slow"])
     assert (row["matrix"], row["instructions"], row["spills"], row["exponentials"]) == (1, 5, 1, 2)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_the_report_names_the_best_variant_and_the_problems(gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        "slow": (10.0, "", 1), "best": (30.25, "", 2), "spills": (20.0, "it spills", 1),
+        "large": (0.0, "it is large", 0), "of AMD": (None, "", 1),
+    }  # fmt: skip
+    assemblers, steps = list[Any](), list[Any]()
+
+    def inspect(variant: str, assembler: Any) -> dict[str, Any]:
+        assemblers.append(assembler)
+        figures = dict(zip(("bound", "problems", "blocks"), rows[variant], strict=True))
+        return {**dict.fromkeys(inspection.UNITS), "variant": variant, "limiter": "issue", **figures}
+
+    monkeypatch.setattr(inspection, "inspect_variant", inspect)
+    variants: Any = [*rows]
+    found = inspection.inspect_variants(variants, lambda part, more: steps.append(more), Path("ptxas"), gate=gate)
+    assert found.failed == ["spills: it spills"] * gate + ["large: it is large"]
+    assert found.notes == ["spills: it spills"] * (not gate) + ["best: best: at most 30.2% of peak, limited by issue"]
+    assert [row["variant"] for row in found.rows] == [*rows] and steps == [5, *[None] * 5]
+    assert assemblers == [Path("ptxas")] * 5
 
 
 @pytest.mark.parametrize("name", ["forward_kernel", "hopper_kernel", "hopper_backward_kernel"])

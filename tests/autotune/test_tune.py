@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 
 from ringattn.autotune import cli_tune, device_trials, ring_search, tune
 from ringattn.autotune import compile as compile_
-from ringattn.autotune.candidates import CompileResult, ranking_job
+from ringattn.autotune.candidates import CompileResult, RankedCandidates, ranking_job
 from ringattn.autotune.compile import KernelVariant
 from ringattn.autotune.device_trials import DeviceTrials, check_lengths
 from ringattn.autotune.search import Budget, SearchResult, TimedRun
 from ringattn.autotune.tile_space import ModelShape, gpu_for_arch, point_text, tile_candidates
 from ringattn.autotune.tune import (
+    PointResult,
     TuneConfig,
     compile_points,
     measure_points,
@@ -312,6 +313,56 @@ def test_measured_tiles_become_the_defaults(folders: Folders, monkeypatch: pytes
     config_now = default_config(q, v)
     tiles = {row.point.kernel: row.tile for row in table.entries if row.point.length == 64 and row.point.mask == "full"}
     assert {*tiles} == {*TUNED_KERNELS} and all(getattr(config_now, kernel) == tiles[kernel] for kernel in KERNELS)
+
+
+def test_a_point_has_a_row_and_the_run_has_notes() -> None:
+    point, default, best, plain = (
+        TuningPoint("dq", "bf16", 64, 64, 2, "full", 64),
+        *(Tile(n, 64, 4, 2) for n in (16, 32, 64)),
+    )
+    slow_runs, fast_runs = (
+        [TimedRun(factor * x, (), {}, 2 * factor * x) for x in (1e-3, 2e-3, 3e-3)] for factor in (2, 1)
+    )
+    ranked = RankedCandidates(
+        (best, plain),
+        {default: "9 x", Tile(16, 16, 4, 1): "12 x", Tile(16, 32, 4, 1): "it spills"},
+        {best: CompileResult((), 61.5, "%"), plain: CompileResult((), 60.0, "%"), default: CompileResult((), 50.0, "%")},
+    )  # fmt: skip
+    searched = SearchResult(best, {default: slow_runs, best: fast_runs}, {plain: "wrong"}, False)
+    measured = PointResult(point, default, ranked, searched)
+    same = {"kernel": "dq", "mask": "full", "tokens": 64, "default": "16x64 4w 2s", "left": 0}
+    assert measured.as_row() == same | {
+        "tile": "32x64 4w 2s", "bound": 61.5, "tried": 5, "failed": 3, "wrong": 1, "time": 2.0, "spread": 25.0,
+        "default's time": 4.0, "beside": 4.0,
+    }  # fmt: skip
+    assert {*measured.as_row()} == {*tune.UNITS}
+    unmeasured = PointResult(point, default, ranked)
+    assert unmeasured.as_row() == same | {"tile": "32x64 4w 2s", "bound": 61.5, "tried": 5, "failed": 3, "wrong": 0}
+    left = PointResult(point._replace(length=128), default, uncompiled_jobs=7)
+    nothing = {"tile": "none", "bound": None, "tried": 0, "failed": 0, "wrong": 0, "left": 7, "tokens": 128}
+    assert left.as_row() == same | nothing
+    equal = replace(measured, search_result=replace(searched, best=default, is_complete=True))
+    notes = tune.tuning_notes([measured, equal, left], Path("table.json"))
+    assert notes == [
+        "dropped: 4 x x", "dropped: 2 x it spills",
+        "--budget ran out: 1 of 3 points still have at least 7 binaries to compile; run the same command again to "
+        "continue",
+        "--budget ran out: 1 of 3 searches are incomplete; increase --budget", "written: table.json",
+        f"best: 0 of 3 points are faster than the default; largest gain 0.0% for {point_text(point)}",
+    ]  # fmt: skip
+    assert tune.tuning_notes([measured], None)[-1].startswith(
+        "best: 1 of 1 points are faster than the default; largest gain 50.0%"
+    )
+    assert (
+        tune.tuning_notes([left], None)[-1].startswith("--budget")
+        and "estimates only" in tune.tuning_notes([unmeasured], None)[-1]
+    )
+    entry = table_entry(measured)
+    assert (entry.seconds, entry.spread, entry.beside, entry.baseline) == (2e-3, 0.25, 4e-3, 4e-3)
+    estimate = table_entry(unmeasured)
+    assert estimate.estimated and (estimate.tile, estimate.bound, estimate.bound_by) == (best, 61.5, "%")
+    for made in (entry, estimate):
+        assert made.point == point and {*made.versions} == {"triton", "torch"} and made.command and made.date
 
 
 @pytest.mark.parametrize(("budget", "measured"), [(0.0, 0), (100.0, 2)])

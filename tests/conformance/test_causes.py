@@ -154,6 +154,14 @@ def test_a_mistake_on_one_rank_is_named(cause: str, case: Case, mistake: Callabl
     assert outcome.status != RIGHT and cause in outcome.sentence(), outcome.sentence()
 
 
+def test_more_results_than_out_and_lse_are_ignored() -> None:
+    def more(q: Any, k: Any, v: Any, call: Any) -> Any:
+        return [*attend(q, k, v, call), None, "state"]
+
+    for case in (Case(world=1), Case("padding", world=1, gradients="out and lse"), Case(world=1, gradients="none")):
+        assert judge(case, partial(reply_alone, run_case, more)).sentence() == f"{case.id}: right"
+
+
 @pytest.mark.parametrize("step", [1, -1])
 def test_stale_keys_of_either_direction_are_named(step: int) -> None:
     case = Case(world=3)

@@ -181,9 +181,10 @@ CASES = [
 def test_a_reproduction_has_the_same_inputs_and_the_truth_of_the_reference(case: Case, tmp_path: Path) -> None:
     positions = [[*range(case.tokens // 2)], [*range(case.tokens // 2, case.tokens)]]
     target = "lucidrains" if case.dtype == "float32" else "zhuzilin"  # whose adapter uses another file
-    path = reproduce.write_reproduction(tmp_path, target, 'a "title"', case, positions)
+    path = reproduce.write_reproduction(tmp_path, target, 'a """title""" \\N', case, positions)
     scope: dict[str, Any] = {"__name__": "a copy"}
     exec(compile(path.read_text(), path.name, "exec"), scope)
+    assert scope["__doc__"].startswith("a '''title''' /N\n")
     assert f"draw_whole(call, {case.input_seed})" in path.read_text() and scope["POSITIONS"] == positions
     call, ours = SimpleNamespace(**scope["CALL"]), case.inputs()
     whole = scope["draw_whole"](call, case.input_seed)

@@ -109,6 +109,12 @@ def test_the_manifest_describes_every_parameter(tmp_path: Path) -> None:
         "rank": 4, "sizes": ["128", "heads", "rows", "batch"], "box": [64, 1, 64, 1], "element_strides": [1] * 4,
         "strides": ["q_stride_h * 2", "q_stride_s * 2", "q_stride_b * 2"],
     }  # fmt: skip
+    sizes_and_strides = ["batch", "rows", "heads", "128", *(f"q_stride_{axis}" for axis in "bsh"), "1"]
+    assert [one["made_of"] for one in entry["parameters"][1:9]] == sizes_and_strides
+    assert [one.at for one in PARAMETERS[1:9:3]] == ["&q_tensor.size[0]", "&q_tensor.size[3]", "&q_tensor.stride[2]"]
+    own = [(one.name, one.type, one.multiple) for one in MAP.inputs()]
+    strides = [(f"q_stride_{axis}", "i64" if axis == "b" else "i32", 8) for axis in "bsh"]
+    assert own == [("q", "*bf16", 16), *strides]
     assert encoded["data_type"].endswith("BFLOAT16") and encoded["swizzle"].endswith("128B")
     assert entry["arguments"][0] == {"name": "q", "type": "*bf16", "size": 8, "multiple_of": 16}
 
