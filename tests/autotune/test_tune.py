@@ -326,7 +326,7 @@ def test_a_point_has_a_row_and_the_run_has_notes() -> None:
     ranked = RankedCandidates(
         (best, plain),
         {default: "9 x", Tile(16, 16, 4, 1): "12 x", Tile(16, 32, 4, 1): "it spills"},
-        {best: CompileResult((), 61.5, "%"), plain: CompileResult((), 60.0, "%"), default: CompileResult((), 50.0, "%")},
+        {tile: CompileResult((), bound, "%") for tile, bound in ((best, 61.5), (plain, 60.0), (default, 50.0))},
     )  # fmt: skip
     searched = SearchResult(best, {default: slow_runs, best: fast_runs}, {plain: "wrong"}, False)
     measured = PointResult(point, default, ranked, searched)

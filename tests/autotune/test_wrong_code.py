@@ -96,7 +96,10 @@ def test_in_place_tensors_are_loaded_before_a_barrier() -> None:
     moved = PTX.replace("	bar.sync 	0;\n", "").replace(
         "	ld.param.b64 	%rd1", "	bar.sync 	0;\n	ld.param.b64 	%rd1"
     )
-    assert len(in_place_races(moved, tensors)) == 1
+    for op in ("st.global.b32", "red.global.add.f32", "atom.global.add.f32", "cp.reduce.async.bulk.global.shared::cta"):
+        assert len(in_place_races(moved.replace("st.global.b32", op), tensors)) == 1
+    for op in ("ld.global.b32", "prefetch.global"):
+        assert in_place_races(moved.replace("st.global.b32", op), tensors) == []
     two = launch_tensors(["a", "b"], [tensor, torch.empty(1)], TTGIR)
     assert [*two] == ["a", "b"] and in_place_races(moved, two) == []
 

@@ -224,6 +224,11 @@ def test_every_supported_pair_of_values_is_chosen() -> None:
     assert {(case.mask, case.layout) for case in cases} == {
         (mask, layout) for mask in AXES["mask"] for layout in AXES["layout"]
     } - {("window", "striped")}
+    seeded, _ = select_cases(refuse, (1, 2, 3), seed=5)
+    assert (
+        seeded == [replace(case, seed=5) for case in cases] and seeded[0].inputs()["q"].ne(cases[0].inputs()["q"]).any()
+    )
+    assert cases[0] == Case() and select_cases(refuse, (3, 1))[0][0] == Case(world=3)
     rows = pairwise_cases("ab", range(3), (True, False))
     assert len({(a, b) for a, b, _ in rows}) == 6 and len({(b, c) for _, b, c in rows}) == 6
 
