@@ -11,5 +11,5 @@ from ..support.rank_processes import PRELOADED
 
 @pytest.fixture(autouse=True, scope="session")
 def _shared_server() -> None:
-    """Let the referee start its processes from the server of the other tests, and wait less after a failure."""
-    ranks.PRELOADED, ranks.GRACE_SECONDS = PRELOADED, 0.5
+    """Let the referee start its processes from the server of the other tests."""
+    ranks.PRELOADED = PRELOADED
