@@ -344,6 +344,14 @@ def test_auto_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_a_record_that_a_reader_would_refuse_is_not_written() -> None:
+    with pytest.raises(ValueError, match="adopted is true"):
+        save(verdict(FORWARD, seconds=3.0))
+    path = record_path(GPU)
+    assert path is not None and not path.exists()
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_auto_uses_a_phase_only_as_checked() -> None:
     save(verdict(FORWARD), verdict(TRAINING, adopted=False, reason="slow"))
     assert attend(needs_grad=False) and not attend(needs_grad=True)
@@ -517,6 +525,11 @@ def test_a_record_that_cannot_be_written_is_refused_before_the_checks(monkeypatc
     path.mkdir(parents=True)
     with pytest.raises(ValueError, match=f"^{path} cannot be written"):
         adopt.adopt(CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(adopt, "record_path", lambda gpu: path.parent / "new" / "record.json")
+        patch.setattr(os, "access", lambda folder, mode: (folder, mode) != (path.parent / "new", os.W_OK))
+        with pytest.raises(ValueError, match=r"record\.json cannot be written"):
+            adopt.adopt(CPU)
     monkeypatch.setattr(adopt, "record_path", lambda gpu: None)
     with pytest.raises(ValueError, match="set RINGATTN_CONFIG_DIR"):
         adopt.adopt(CPU)

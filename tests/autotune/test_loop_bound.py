@@ -87,6 +87,7 @@ def test_resources_of_gpus_of_amd() -> None:
     row = variant_row(replace(VARIANT, arch=0x942), compiled, ["slow"])
     assert (row["loops"], row["matrix"], row["instructions"], row["spills"], row["exponentials"]) == ("1 2", 2, 3, 0, 0)
     assert row["bound"] is None and (row["regs"], row["stack"], row["threads"], row["blocks"]) == (128, 24, 256, 4)
+    assert (row["arch"], row["tile"], row["problems"], row["kernel"]) == ("gfx942", "128x128x8x2", "slow", "forward")
     (only,) = (loop for loop in loops if loop.matrix == 1)
     row = variant_row(replace(VARIANT, arch=0x942), replace(compiled, loops=(only,)), ["slow"])
     assert (row["matrix"], row["instructions"], row["spills"], row["exponentials"]) == (1, 5, 1, 2)
@@ -143,6 +144,10 @@ def test_the_hopper_forward_has_three_loops_unless_it_is_full(full: bool, expect
         failures = hopper_problems(variant, replace(CLEAN, loops=CLEAN.loops * count), "")
         message = f"{count} main loops, expected {expected}"
         assert (message in failures) is (count != expected)
+        narrow = hopper_problems(
+            replace(variant, tile=Tile(128, 64, 8, 2)), replace(CLEAN, loops=CLEAN.loops * count), ""
+        )
+        assert "16 products in a loop, expected 12" in narrow and not any("products in" in text for text in failures)
 
 
 @pytest.mark.parametrize(("more", "fits"), [(-1, False), (0, True), (1024, True), (1025, False)])
@@ -150,6 +155,8 @@ def test_the_hopper_backward_takes_the_shared_memory_of_its_launch(more: int, fi
     variant = replace(VARIANT, kernel="single_pass", tile=Tile(64, 128, 8, 2), options=(("backward", "hopper"),))
     shared = hopper_backward_launch.backward_shared_bytes(128, variant.tile) + more
     failures = hopper_problems(variant, replace(CLEAN, shared=shared), "")
+    products = 2 * (128 + 64) // 16 + 128 // 16  # S and dP over the head dim, dV and dK over queries, dQ over keys
+    assert f"16 products in a loop, expected {products}" in failures
     assert any(why.startswith(f"{shared} bytes of shared memory") for why in failures) is not fits
 
 

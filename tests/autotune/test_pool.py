@@ -14,7 +14,7 @@ from ringattn.autotune import candidates
 from ringattn.autotune import pool as pool_module
 from ringattn.autotune.candidates import CompileResult, compile_job, rank_candidates
 from ringattn.autotune.pool import JobFailure, Pool
-from ringattn.autotune.tile_space import tile_candidates, tile_text
+from ringattn.autotune.tile_space import tile_candidates, tile_schedules, tile_text
 
 from ..support.tune_cases import POINT, number_job
 
@@ -98,4 +98,10 @@ def test_of_equal_bounds_the_deeper_pipeline_is_better() -> None:
         return {job: CompileResult((), 5.0) for job in jobs}
 
     tiles = rank_candidates(POINT, 90, compiler, tile_candidates(POINT, 90)[-24:], heads=32, count=99).tiles
+    with_schedules = rank_candidates(
+        POINT, 90, compiler, tile_candidates(POINT, 90)[-24:], heads=32, count=3, scheduled_tiles=1
+    ).tiles
+    assert with_schedules[:3] == tiles[:3] and [*with_schedules[3:]] == sorted(
+        tile_schedules(tiles[0], POINT, 90), key=tile_text
+    )
     assert [*tiles] == sorted(tiles, key=lambda tile: (-tile.num_stages, tile_text(tile))) and len(tiles) == 24

@@ -72,7 +72,8 @@ def test_the_setting_of_the_nearest_length_is_used(folders: Folders) -> None:
     assert {row.point.length: row.setting for row in read_ring_table(folders[0], H200)} == {1024: newer, 32768: DEFAULT}
     assert ring_settings(POINT._replace(length=3000), H200) == newer
     assert ring_settings(POINT._replace(length=16384), H200) == DEFAULT
-    assert ring_settings(POINT._replace(world=4), H200) is None
+    others = {"world": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": "fp16", "mask": "full"}
+    assert [ring_settings(POINT._replace(**{name: value}), H200) for name, value in others.items()] == [None] * 6
     assert ring_settings(POINT, None) is None
     assert save_ring(folders[0], INTERPRETER_GPU, ring_entry()).name == "cpu_rings.json"
     assert ring_settings(POINT, None) == CHUNKED
@@ -176,7 +177,7 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
         "resolve_group": lambda: None,
         "open_control": lambda group: SimpleNamespace(scope=lambda name: TwoRanks(rank)),
         "Ring": open_ring, "search": search, "StepTimer": lambda device, team: lambda step: (step(), 0.25)[1],
-        "ring_error": lambda small, ring, *_: "error of out" if ring.chunks == 4 else None,
+        "ring_error": lambda small, ring, *_: "error of out" if (ring.chunks, small.seqlen) == (4, 2 * 192) else None,
         "ring_candidate": lambda *_: SimpleNamespace(run=lambda shards: None),
     }  # fmt: skip
     monkeypatch.setattr(ring_search.nvml, "GpuReader", lambda device: lambda: readings)
@@ -246,6 +247,7 @@ def test_report_of_a_search() -> None:
     assert [(row["transport"], row["runs"], row["note"]) for row in report.rows] == [
         ("auto", 5, "default"), ("nccl", 5, ""), ("nccl_one_sided", 0, "no such link")
     ]  # fmt: skip
+    assert [(row.get("time"), row.get("spread")) for row in report.rows] == [(4.0, 0.0), (1.0, 0.0), (None, None)]
     assert "incomplete" in report.notes[0] and "75.0% less than the default" in report.notes[-1]
     failed = ring_search_result(POINT, SearchResult(None, {}, {DEFAULT: "no such link"}, True), None, None)
     assert failed.failed == ["1024 tokens: no setting works here; see the column note for the reasons"]

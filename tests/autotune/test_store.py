@@ -33,6 +33,13 @@ def test_the_journal_is_reused_for_the_same_kernels(tmp_path: Path) -> None:
     assert Journal(tmp_path / "journal", "other kernels").get("a", dict) is None
 
 
+def test_a_value_that_is_not_json_is_not_stored(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", "digest")
+    with pytest.raises(ValueError, match="JSON"):
+        journal.put("a", {"n": float("nan")})
+    assert not journal.path.exists() and journal.get("a", dict) is None
+
+
 def test_a_truncated_journal_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     for number in range(2):

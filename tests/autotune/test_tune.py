@@ -407,6 +407,9 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders, monke
     assert entry.search_result.errors == {broken: "AcceleratorError: an illegal memory access"}
     with pytest.raises(torch.AcceleratorError):
         measured(assumed_gpu(90, "NVIDIA H100 80GB HBM3"))
+    monkeypatch.setattr(tune, "installed_driver", lambda: "another")
+    with pytest.raises(torch.AcceleratorError):
+        measured(H200)
 
 
 @pytest.fixture
@@ -498,6 +501,13 @@ def test_a_gpu_times_another_run_during_a_transfer(monkeypatch: pytest.MonkeyPat
     stream = ("stream", device_trials.HIGH_PRIORITY)
     run = ["launch", stream, "launch"]
     assert log == ["launch", "launch", ("copy", "cuda", 1000), stream, "launch", *run], "one size for all"
+
+
+def test_shards_of_the_check_are_no_multiples_of_tiles_unless_the_binary_needs_them() -> None:
+    for kernel in TUNED_KERNELS:
+        is_single = kernel.startswith("single_pass")
+        lengths = [check_lengths(TuningPoint(kernel, "bf16", 64, 64, 1, mask, 8192)) for mask in ("full", "bounded")]
+        assert lengths == [(1024 if is_single else 1008, 336), (1008, 336)]
 
 
 def test_scores_of_timed_inputs_are_normal() -> None:

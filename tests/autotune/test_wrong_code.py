@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +101,13 @@ def test_in_place_tensors_are_loaded_before_a_barrier() -> None:
         assert len(in_place_races(moved.replace("st.global.b32", op), tensors)) == 1
     for op in ("ld.global.b32", "prefetch.global"):
         assert in_place_races(moved.replace("st.global.b32", op), tensors) == []
+    branch = "	@%p2 bra 	$L__BB0_9;\n"
+    for guarded, found in ((branch, 1), (branch.replace("@%p2 ", ""), 0)):
+        jumped = (
+            moved.replace("$L__BB0_2:", f"{guarded}$L__BB0_3:").replace("$L__BB0_2", "$L__BB0_9")
+            + "$L__BB0_9:\n	ret;\n"
+        )
+        assert len(in_place_races(jumped, tensors)) == found
     two = launch_tensors(["a", "b"], [tensor, torch.empty(1)], TTGIR)
     assert [*two] == ["a", "b"] and in_place_races(moved, two) == []
 
@@ -176,10 +184,15 @@ def test_the_newest_assembler_is_chosen_by_its_version(tmp_path: Path, monkeypat
     assert newest_assembler() == Path("triton-100")
 
 
-def test_an_assembler_refuses_wrong_ptx_and_skips_newer_ptx() -> None:
+def test_an_assembler_refuses_wrong_ptx_and_skips_newer_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, run = list[list[str]](), subprocess.run
+    monkeypatch.setattr(
+        assemblers.subprocess, "run", lambda command, **how: commands.append(command) or run(command, **how)
+    )
     ptx = ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry kernel() { ret; }\n"
     newest = newest_assembler()
     assert assemble(ptx, newest)
+    assert commands[-1][1:3] == ["--regAllocOptLevel=2", "--gpu-name=sm_90a"], "as Triton calls it"
     assert assemble(ptx.replace("8.0", "99.0"), newest) is None
     with pytest.raises(RuntimeError, match="rejects the kernel"):
         assemble(ptx.replace("ret", "rot"), newest)

@@ -214,6 +214,32 @@ def test_the_example_of_the_protocol_is_right() -> None:
     assert outcome.status == "right", outcome.sentence()
 
 
+def test_every_value_of_an_axis_is_in_the_call() -> None:
+    plain, sizes = vars(Case("full").call()), {"features", "positions", "group"}
+    options: dict[str, tuple[Case, dict[str, Any]]] = {
+        "causal": (Case(), {"causal": True}), "window": (Case("window"), {"causal": True, "window_size": (9, 0)}),
+        "two-sided": (Case("two-sided window"), {"window_size": (5, 3)}),
+        "prefix": (Case("prefix"), {"causal": True, "prefix_length": 10}),
+        "padding": (Case("padding"), {"seqused_k": (27, 16)}),
+        "scale": (Case("full", scores="scale"), {"softmax_scale": 0.4}),
+        "aligned": (Case("full", "aligned"), {"cu_seqlens": (0, 8, 20, 32)}),
+        "ragged": (Case("full", "ragged"), {"cu_seqlens": (0, 1, 11, 28, 32)}),
+        "softcap": (Case("full", scores="softcap"), {"softcap": 1.5}),
+        "dropout": (Case("full", scores="dropout"), {"dropout_p": 0.25, "dropout_seed": 7, "head_dim": 32}),
+        "heads": (Case("full", heads="6/1"), {"heads": 6, "kv_heads": 1}),
+        "dtype": (Case("full", dtype="float16"), {"dtype": torch.float16}),
+        "none": (Case("full", gradients="none"), {}),
+        "lse": (Case("full", gradients="out and lse"), {"needs_lse": True}),
+        "uneven": (Case("full", layout="uneven", world=4), {"layout": "uneven", "world": 4, "tokens": 49}),
+        "length": (Case("full", world=1, length_world=3), {"world": 1, "tokens": 48}),
+    }  # fmt: skip
+    for case, changed in options.values():
+        call = vars(case.call())
+        assert {name: x for name, x in call.items() if name not in sizes and x != plain[name]} == changed
+    for name, case in (("sink", Case(scores="sink")), ("alibi_slopes", Case(scores="alibi"))):
+        assert getattr(case.call(), name).shape == (4,) and case.call(1).rank == 1
+
+
 def test_every_supported_pair_of_values_is_chosen() -> None:
     def refuse(case: Case) -> str:
         return "no" if case.dtype == "float16" or (case.mask == "window" and case.layout == "striped") else ""

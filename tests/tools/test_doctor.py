@@ -273,6 +273,7 @@ def test_two_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 TORCH_14 = {**HEALTHY, "versions": {**HEALTHY["versions"], "torch": "2.14", "driver": "570"}}  # type: ignore[dict-item]
 TRITON_38 = {**HEALTHY, "versions": {**HEALTHY["versions"], "triton": "3.8"}}  # type: ignore[dict-item]
+OLD_DRIVER = {**HEALTHY, "versions": {**HEALTHY["versions"], "driver": "570"}}  # type: ignore[dict-item]
 OTHER_NCCL = {**HEALTHY, "libraries": [["/y/libnccl.so.2", "2.27.3"]]}
 NO_NCCL = {**HEALTHY, "libraries": []}
 UNKNOWN = "NVML does not know GPU-7, which torch calls cuda:0 (NVMLError)"
@@ -285,6 +286,7 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
 @pytest.mark.parametrize(("finding", "status", "text"), [
     (machine.check_versions([HEALTHY, HEALTHY]), OK, "torch 2.13, triton 3.7, driver 580, Python 3.11"),
     (machine.check_versions([HEALTHY, HEALTHY, TORCH_14]), FAIL, "torch ranks 0 and 1: 2.13; rank 2: 2.14"),
+    (machine.check_versions([HEALTHY, OLD_DRIVER]), OK, "driver rank 0: 580; rank 1: 570, Python 3.11"),
     (machine.check_versions([HEALTHY, TRITON_38]), FAIL, "rank 1: 3.8"),
     (machine.check_assembler([HEALTHY]), OK, "ptxas 12.8.93 for sm_90; before 13.1 it may generate wrong code"),
     (machine.check_assembler([{**HEALTHY, "assembler": [90, [13, 1, 80]]}]), OK, "ptxas 13.1.80 for sm_90"),

@@ -141,7 +141,28 @@ def test_a_launch_refuses_what_the_kernel_cannot_take() -> None:
         struct_field(exported("dkdv"), INPUTS[-1])
         == "CUdeviceptr lo; /* first query of each key, int32 [Sk], never decreasing */"
     )
+    last = struct_field(exported(), Argument("hi", "*i32"))
+    assert last == "CUdeviceptr hi; /* one past the last key of each query, int32 [Sq], never decreasing */"
     assert to_c_expression("heads * group") == "args->heads * args->group" and to_c_expression("batch") == "batch"
+
+
+def test_every_size_has_its_own_expression() -> None:
+    queries, keys = kernels.SIZES.queries, kernels.SIZES.keys
+    by_query = {7: "batch", queries: "rows", keys: "columns", 3: "group", 105: "heads", 35: "heads / group"}
+    by_key = {7: "batch", queries: "columns", keys: "rows", 3: "group", 105: "heads * group", 35: "heads"}
+    for names, symbols in ((("forward", "dq", "delta"), by_query), (("dkdv", "gradients"), by_key)):
+        for name in names:
+            assert kernels.size_symbols(ExportConfig(90), name) == symbols
+            one = {size: word for size, word in symbols.items() if size not in (3, 35, 105)}
+            assert kernels.size_symbols(ExportConfig(90, grouped=False), name) == one | {1: "group", 105: "heads"}
+    configs = [
+        ExportConfig(90, "bf16", 128, dim, bounded, grouped, role, forward, backward)
+        for role in ("only", "last") for forward in ("portable", "hopper")
+        for bounded in (False, True) for dim in (128, 64)
+        for backward, grouped in (("two_pass", True), ("two_pass", False), ("single_pass", True), ("hopper", True))
+    ]  # fmt: skip
+    assert len({config.prefix for config in configs}) == len(configs)
+    assert configs[0].prefix == "ringattn_sm90_bf16_d128_full"
 
 
 @pytest.mark.parametrize(("changed", "message"), [

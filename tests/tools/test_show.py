@@ -317,6 +317,7 @@ def test_each_hop_number_has_one_character() -> None:
     ("--seqlen 1m --world 2k", "1,048,576 tokens over 2,048 ranks are too many"),
     ("--world 2k --json -", "over 2,048 ranks are too many: they need 18.9 GB"),
     ("--lengths 1k --world 2", "--world and --lengths cannot be used together"),
+    ("--heads 6 --kv-heads 4", "--heads is 6: it must be a multiple of --kv-heads, 4"),
     ("--direction 3", "direction is 3: it must be 1"),
     ("--world 8 --nodes 3", "nodes is 3: it must divide 8 ranks into equal nodes of at least 2"),
     ("--world 4 --nodes 4", "nodes is 4: it must divide 4 ranks into equal nodes of at least 2"),
