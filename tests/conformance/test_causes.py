@@ -49,7 +49,12 @@ def test_every_defect_is_named(defect: str, ranks: dict[int, Ranks]) -> None:
     assert (outcome.where and outcome.error and outcome.error > 1) or defect == "dropout"
     if defect == "future":
         assert "(256 pairs, such as key 16 of rank 1 by query 0 of rank 0)" in outcome.cause
-    assert verdict(ranks, "none", case).status == RIGHT
+
+
+@pytest.mark.parametrize("case", [*dict.fromkeys([Case(), *CASES.values()])], ids=lambda case: case.id)
+def test_the_ring_without_a_defect_is_right(case: Case, ranks: dict[int, Ranks]) -> None:
+    outcome = verdict(ranks, "none", case)
+    assert outcome.status == RIGHT, outcome.sentence()
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:

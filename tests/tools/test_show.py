@@ -263,7 +263,7 @@ PICTURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "name", "begins"), rest_nightly(PICTURES, PICTURES[0], PICTURES[3]))
+@pytest.mark.parametrize(("flags", "name", "begins"), rest_nightly(PICTURES, PICTURES[0]))
 def test_pictures_are_written_in_the_format_of_the_file_name(
     flags: str, name: str, begins: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
