@@ -240,6 +240,14 @@ def test_loops_of_amdgcn() -> None:
     assert (loop.matrix, loop.local, len(loop.lines)) == (1, 1, 5)
 
 
+def test_loops_behind_a_jump_through_a_table_are_found() -> None:
+    """Each partition of warps is reached by the table only, and may jump on through another one."""
+    partition = LISTING.partition(".L_head:")[2].partition(".L_trap:")[0]
+    parts = [f".L_head:{partition}".replace(".L_", f".L_{name}_") for name in ("a", "b")]
+    listing = "        /*0000*/                   BRX R2 -0x80 ;\n" + parts[0] + parts[1]
+    assert [loop.matrix for loop in matrix_loops(listing)] == [2, 2]
+
+
 def test_one_wait_per_product_is_serialised() -> None:
     wait = "        /*0034*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
     (loop,) = matrix_loops(LISTING.replace("        /*0040*/", wait + "        /*0040*/"))

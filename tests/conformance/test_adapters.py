@@ -6,7 +6,9 @@ import sys
 from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -246,6 +248,27 @@ def test_the_flash_rings_get_every_option(monkeypatch: pytest.MonkeyPatch) -> No
     assert zigzag.tolist() == [2, 3, 4, 5, 11, 12, 13, 14, 15, 16, 23, 24, 25, 26, 27, 28]
 
 
+def test_zhuzilins_modules_load_without_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ring_flash_attn").mkdir()
+    (tmp_path / "ring_flash_attn" / "__init__.py").write_text("raise ImportError('transformers')")
+    (tmp_path / "ring_flash_attn" / "one.py").write_text("import flash_attn\nversion = flash_attn.__version__")
+    monkeypatch.syspath_prepend(tmp_path)
+    kept = {
+        name: module
+        for name, module in sys.modules.items()
+        if name.split(".")[0] not in ("flash_attn", "ring_flash_attn")
+    }
+    monkeypatch.setattr(sys, "modules", kept)
+    monkeypatch.setattr(flash_rings, "find_spec", lambda name: None if name == "flash_attn" else find_spec(name))
+    for _ in range(2):
+        assert flash_rings._zhuzilin("one").version == "2.8.3"
+        assert flash_rings._install_stand_in() == "a stand-in for flash_attn"
+    interface = import_module("flash_attn.flash_attn_interface")
+    assert interface._flash_attn_varlen_backward is flash_rings._flash_attn_varlen_backward
+    kept["flash_attn"] = ModuleType("flash_attn")
+    assert flash_rings._install_stand_in() == "flash_attn"
+
+
 def test_usp_splits_the_ranks_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     made, calls = list[Any](), list[Any]()
 
@@ -305,6 +328,38 @@ def test_pytorchs_ring_gets_every_option(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="attention_mask is not supported"):
         torch_rings.accelerate.attend(q, q, q, replace(call, positions=torch.arange(2)))
     assert isinstance(hooked[0].self_attn, torch_rings._SelfAttention)
+
+
+def test_diffusers_gets_one_configuration_for_each_kind_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[Any]()
+
+    class Config:
+        mesh_shape, mesh_dim_names = (2, 1), ("ring", "ulysses")
+
+        def __init__(self, **degrees: Any) -> None:
+            self.degrees = degrees
+
+        def setup(self, *how: Any) -> None:
+            calls.append((self.degrees, *how))
+
+    install(monkeypatch, "diffusers", ContextParallelConfig=Config)
+    install(monkeypatch, "diffusers.models._modeling_parallel", ParallelConfig=SimpleNamespace)
+    install(
+        monkeypatch, "diffusers.models.attention_dispatch",
+        _templated_context_parallel_attention=lambda *tensors, **options: (tensors[3:], options),
+    )  # fmt: skip
+    monkeypatch.setattr(torch_rings, "_configs", {})
+    monkeypatch.setattr(torch_rings, "init_device_mesh", lambda *how, mesh_dim_names: (*how, mesh_dim_names))
+    q, cpu = torch.zeros(1), torch.device("cpu")
+    for layout, anything in (("contiguous", False), ("contiguous", False), ("uneven", True)):
+        rest, options = torch_rings.diffusers.attend(q, q, q, Case("full", scores="scale", layout=layout).call(1))
+        assert rest == (None, 0.0, False, 0.4)
+        config = options["_parallel_config"].context_parallel_config
+        assert config.degrees == {"ring_degree": 2, "ring_anything": anything}
+        assert options["forward_op"] is torch_rings._diffusers_forward
+        assert options["backward_op"] is torch_rings._diffusers_backward
+    mesh = ("cpu", (2, 1), ("ring", "ulysses"))
+    assert calls == [({"ring_degree": 2, "ring_anything": anything}, 1, 2, cpu, mesh) for anything in (False, True)]
 
 
 def test_diffusers_gets_operators_of_tokens_before_heads(monkeypatch: pytest.MonkeyPatch) -> None:

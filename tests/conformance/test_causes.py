@@ -144,6 +144,12 @@ MISTAKES: list[tuple[str, Case, Callable[..., Any]]] = [
         lambda q, k, v, call: attend(q, k, v, call)[0] * (1.05 if call.dtype == torch.bfloat16 else 1.0),
     ),
     ("the backward changed its output", Case(), change_in_backward),
+    (
+        "wrong: it changed q; out of rank 0",  # which counts if nothing else explains the result
+        Case(gradients="none"),
+        lambda q, k, v, call: attend(q, k, v, call)[0] + torch.arange(16.0) + 0 * q.data.mul_(2).sum(),
+    ),
+    ("attend returned tuple", Case(), lambda *_: ()),
     ("attend returned no lse", Case(gradients="out and lse"), lambda q, k, v, call: attend(q, k, v, call)[0]),
     (
         "lse has no gradient",
@@ -157,6 +163,17 @@ MISTAKES: list[tuple[str, Case, Callable[..., Any]]] = [
 def test_a_mistake_on_one_rank_is_named(cause: str, case: Case, mistake: Callable[..., Any]) -> None:
     outcome = judge(replace(case, world=1), partial(reply_alone, run_case, mistake))
     assert outcome.status != RIGHT and cause in outcome.sentence(), outcome.sentence()
+
+
+@pytest.mark.parametrize("name", ["dq", "dk"])
+def test_a_wrong_gradient_of_unequal_shards_has_no_known_cause(name: str) -> None:
+    case = Case(layout="uneven", gradients="out and lse")
+    exact = attend_plainly(case.inputs(), case.call())
+    actual = {other: exact[other] for other in GRADIENTS if other in exact}
+    actual[name] = exact[name] + torch.rand(exact[name].shape, generator=torch.Generator().manual_seed(0))
+    shards, limits = torch.arange(case.tokens).split([16, 11]), dict.fromkeys(GRADIENTS, 1e-5)
+    evidence = Evidence(case, case.inputs(), actual, shards, exact, limits, torch.ones(()), "")
+    assert causes.find_cause(evidence, lambda case: pytest.fail("a probe runs")) == causes.NO_CAUSE
 
 
 def test_more_results_than_out_and_lse_are_ignored() -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from ringattn.conformance import causes, protocol, referee
+from ringattn.conformance import ranks as ranks_module
 from ringattn.conformance.cases import Case, pairwise_cases, select_cases
 from ringattn.conformance.causes import BASE_2_MERGE
 from ringattn.conformance.evidence import run_case
@@ -111,7 +113,15 @@ def test_the_answers_of_all_ranks_are_one_reply(monkeypatch: pytest.MonkeyPatch)
     ):  # fmt: skip
         ended.clear()
         assert processes._join(dict(enumerate(answers))) == reply and bool(ended) is ends
+    seconds = list[float]()
+    monkeypatch.setattr(processes, "_start", lambda: processes._processes.append("started"))
+    monkeypatch.setattr(ranks_module, "wait", lambda pipes, timeout: seconds.append(timeout) or [])
+    processes._pipes = [Mock(), Mock()]
+    for _ in range(2):
+        assert processes.run(max, deadline=5.0).text == "no answer from rank 0, 1"
+    assert seconds == pytest.approx([5.0 + ranks_module.START_SECONDS, 5.0], abs=1.0), "only the start takes longer"
     monkeypatch.undo()
+    processes._processes, processes._pipes = [], []
     assert processes._folder.is_dir()
     processes.close()
     assert not processes._folder.exists()

@@ -504,6 +504,10 @@ def test_versions_of_cuda_and_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
 def test_texts_of_findings() -> None:
     finding = Finding("a check", FAIL, "broken", "mend it")
     assert str(finding) == "FAIL     a check: broken"
+    long = Finding("a check", SKIPPED, "word " * 20 + "\n  second line")
+    assert str(long).splitlines() == [
+        f"skipped  a check: {'word ' * 12}".rstrip(), f"         {'word ' * 8}".rstrip(), "           second line",
+    ]  # fmt: skip
     assert findings.closing_lines([finding, Finding("b", OK, "")])[-1] == "what to do: mend it"
     assert findings.text_by_rank(["", "x", "y", "x"]) == "ranks 1 and 3: x; rank 2: y"
     assert findings.list_ranks(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"

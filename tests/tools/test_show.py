@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
@@ -283,6 +284,7 @@ def test_picture_labels_every_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     _, cells = mask_cells(call, pictures.CELLS)
     assert np.array_equal(image.get_array().filled(-1), cells)
     assert np.allclose(grid.get_array().filled(0), call.pairs / call.pairs.max())
+    assert figures[0].get_layout_engine() is not None
     mask_axes, schedule = figures[0].axes[:2]
     assert mask_axes.get_title().startswith("mask: ") and schedule.get_title().startswith("schedule: ")
     assert ([*schedule.get_xticks()], [*schedule.get_yticks()]) == ([*range(call.schedule.count)], [*range(4)])
@@ -298,6 +300,17 @@ def test_picture_labels_every_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = call.schedule.inner
     assert lines == [[(-0.5, 1.5), (call.schedule.count - 0.5, 1.5)], [(inner - 0.5, -0.5), (inner - 0.5, 3.5)]]
     assert pictures._ticks(12) == [*range(12)] and pictures._ticks(13) == [0, 2, 4, 6, 8, 10, 12]
+
+
+def test_a_picture_says_that_stripes_are_drawn_wider() -> None:
+    for layout, is_wider in (
+        (Layout.striped(1024, 4), True),
+        (Layout.contiguous(1024, 4), False),
+        (Layout.striped(64, 4), False),
+    ):
+        axes: Any = Figure().add_subplot()
+        pictures._draw_mask(call_of(layout, Mask(causal=True)), axes)
+        assert ("stripes" in axes.get_title()) is is_wider
 
 
 def test_only_the_first_rank_prints(monkeypatch: pytest.MonkeyPatch) -> None:
