@@ -22,7 +22,7 @@ from ringattn.bench.common.launching import launch_processes
 from ringattn.bench.common.ranks import launched_rank
 from ringattn.bench.common.result import read_result
 from ringattn.bench.links.measure import RankTransfers
-from ringattn.comm import LocalTransport, TransportError, open_transports
+from ringattn.comm import LocalTransport, LocalWorld, TransportError, open_transports
 from ringattn.comm.topology import nvml
 from ringattn.comm.topology.nvml import DeviceInfo, Nic
 from ringattn.comm.topology.topology import Topology, ring_topology
@@ -462,8 +462,15 @@ def test_number_of_warmed_edges() -> None:
 
 
 def test_one_token_per_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_ring, "check_job", lambda *_: iter(()))
+    dtypes = list[str]()
+    monkeypatch.setattr(doctor_ring, "check_job", lambda ranks, tokens, dtype, nbytes: dtypes.append(dtype) or iter(()))
     assert [run("--world", "3", "--seqlen", tokens).exit_code for tokens in ("2", "3")] == [2, 0]
+    assert {*dtypes} == {"float32"}
+    run("--world", "3", "--seqlen", "3", "--dtype", "fp16")
+    monkeypatch.setattr("ringattn.comm.LocalWorld", partial(LocalWorld, device="cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    run("--world", "3", "--seqlen", "3")
+    assert dtypes == ["float32"] * 3 + ["float16"] * 3 + ["bfloat16"] * 3
 
 
 def test_each_level_warms_its_own_edges(monkeypatch: pytest.MonkeyPatch) -> None:

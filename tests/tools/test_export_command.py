@@ -146,6 +146,32 @@ def test_a_launch_refuses_what_the_kernel_cannot_take() -> None:
     assert to_c_expression("heads * group") == "args->heads * args->group" and to_c_expression("batch") == "batch"
 
 
+def test_binaries_have_no_paths_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs, seen = kernels.triton.knobs.compilation, list[Any]()
+    monkeypatch.setattr(kernels, "export_launch", lambda config, name: name)
+    monkeypatch.setattr(kernels, "compile_launch", lambda *how: seen.append((*how, knobs.disable_line_info)))
+    before = knobs.disable_line_info
+    kernels.compiled_launch(ExportConfig(80), "dq")
+    assert seen == [("dq", 80, True)] and knobs.disable_line_info == before
+
+
+def test_every_descriptor_of_the_binary_has_a_map() -> None:
+    source = SimpleNamespace(attrs={(0,): [["tt.divisibility", 16]]}, signature={"rows": "i32", "A": "constexpr"})
+    names = [SimpleNamespace(name=name) for name in source.signature]
+    for described in ([], [{}]):
+        metadata = SimpleNamespace(tensordesc_meta=described)
+        launch: Any = SimpleNamespace(
+            binary=SimpleNamespace(src=source, metadata=metadata), kernel=SimpleNamespace(params=names), name="k",
+            arguments=(31, 5),
+        )  # fmt: skip
+        if described:
+            with pytest.raises(RuntimeError, match="k has 0 descriptors, but Triton's metadata has 1"):
+                kernels.split_arguments(launch, {})
+        else:
+            rows = Argument("rows", "i32", multiple=16)
+            assert kernels.split_arguments(launch, {}) == ((rows,), (rows,), ())
+
+
 def test_every_size_has_its_own_expression() -> None:
     queries, keys = kernels.SIZES.queries, kernels.SIZES.keys
     by_query = {7: "batch", queries: "rows", keys: "columns", 3: "group", 105: "heads", 35: "heads / group"}

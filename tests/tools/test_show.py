@@ -220,8 +220,15 @@ def test_a_zigzag_per_document(target: Path) -> None:
     assert call["spans"] == [[[*span] for span in spans] for spans in expected]
 
 
-def test_a_packed_layout(target: Path) -> None:
-    _, call = written("--seqlen 24 --world 4 --nodes 2 --cu-seqlens 0,8,24 --window 3,0 --packed", target)
+def test_a_packed_layout(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, groups = Layout.packed, list[int]()
+    monkeypatch.setattr(
+        Layout, "packed", lambda *how, **named: groups.append(named["heads_per_kv_head"]) or packed(*how, **named)
+    )
+    flags = "--seqlen 24 --world 4 --nodes 2 --cu-seqlens 0,8,24 --window 3,0 --packed"
+    _, call = written(f"{flags} --heads 6 --kv-heads 2", target)
+    assert groups == [3]
+    monkeypatch.undo()
     masks, topology = [(Mask(causal=True, window=(3, 0)), 1)], Topology.grid(2, 2)
     expected = Layout.packed([0, 8, 24], 4, masks=masks, topology=topology).spans_per_rank
     assert call["spans"] == [[[*span] for span in spans] for spans in expected] and call["layout"] == "packed"
