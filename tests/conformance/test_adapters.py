@@ -253,19 +253,19 @@ def test_zhuzilins_modules_load_without_their_package(tmp_path: Path, monkeypatc
     (tmp_path / "ring_flash_attn" / "__init__.py").write_text("raise ImportError('transformers')")
     (tmp_path / "ring_flash_attn" / "one.py").write_text("import flash_attn\nversion = flash_attn.__version__")
     monkeypatch.syspath_prepend(tmp_path)
-    kept = {
+    modules = {
         name: module
         for name, module in sys.modules.items()
         if name.split(".")[0] not in ("flash_attn", "ring_flash_attn")
     }
-    monkeypatch.setattr(sys, "modules", kept)
+    monkeypatch.setattr(sys, "modules", modules)
     monkeypatch.setattr(flash_rings, "find_spec", lambda name: None if name == "flash_attn" else find_spec(name))
     for _ in range(2):
         assert flash_rings._zhuzilin("one").version == "2.8.3"
         assert flash_rings._install_stand_in() == "a stand-in for flash_attn"
     interface = import_module("flash_attn.flash_attn_interface")
     assert interface._flash_attn_varlen_backward is flash_rings._flash_attn_varlen_backward
-    kept["flash_attn"] = ModuleType("flash_attn")
+    modules["flash_attn"] = ModuleType("flash_attn")
     assert flash_rings._install_stand_in() == "flash_attn"
 
 
