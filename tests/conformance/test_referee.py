@@ -282,7 +282,7 @@ def merge_without_pivot(outs: Any, lses: Any) -> tuple[Any, Any]:
     return out, torch.stack([*lses]).logsumexp(0)
 
 
-def merge_with_error(outs: Any, lses: Any, factor: float = 1.0, summand: float = 0.0) -> tuple[Any, Any]:
+def merge_roughly(outs: Any, lses: Any, factor: float = 1.0, summand: float = 0.0) -> tuple[Any, Any]:
     """Return the right merge with a small error of ``out`` or ``lse``."""
     out, lse = merge(outs, lses)
     return out * factor, lse + summand
@@ -305,8 +305,8 @@ WRONG_MERGES: dict[str, tuple[Any, set[str]]] = {
         {*KINDS} - {"rows that no part sees"},
     ),
     causes.NOT_FINITE: (merge_without_pivot, {*KINDS} - {"large lse"}),
-    f"one part: wrong: {causes.NO_CAUSE}": (partial(merge_with_error, factor=1 + 3e-5), {"bfloat16 parts", "large lse"}),
-    f"two parts: wrong: {causes.NO_CAUSE}": (partial(merge_with_error, summand=1e-4), {"large lse"}),
+    f"one part: wrong: {causes.NO_CAUSE}": (partial(merge_roughly, factor=1 + 3e-5), {"bfloat16 parts", "large lse"}),
+    f"two parts: wrong: {causes.NO_CAUSE}": (partial(merge_roughly, summand=1e-4), {"large lse"}),
     "merge returned Tensor": (lambda outs, lses: merge(outs, lses)[0], set()),
     "five parts: misuse: merge changed its parts": (lambda outs, lses: (outs[0].zero_(), lses[0]), set()),
     "bfloat16 parts: misuse: merge changed its parts": (lambda outs, lses: (outs[0].float(), lses[-1].zero_()), set()),
