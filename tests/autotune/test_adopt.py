@@ -347,6 +347,8 @@ def test_auto_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_record_that_a_reader_would_refuse_is_not_written() -> None:
     with pytest.raises(ValueError, match="adopted is true"):
         save(verdict(FORWARD, seconds=3.0))
+    with pytest.raises(ValueError, match="repeatable is 'yes'"):
+        save(verdict(FORWARD, repeatable="yes"))
     path = record_path(GPU)
     assert path is not None and not path.exists()
 

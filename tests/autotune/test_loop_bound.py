@@ -408,6 +408,7 @@ COMPILED = CompiledKernel(64, 0, 2560, 0, (LISTED,), arch=90, threads=128)
     (0x942, 32, 65_537, 0, 256, 0),
     (0x950, 32, 65_536, 0, 256, 2),
     (0x942, 32, 0, 0, 256, 8),
+    (0x942, 128, 0, 0, 96, 8),  # as 128 threads
 ])  # fmt: skip
 def test_blocks_of_an_sm(arch: int, registers: int, shared: int, tensor_memory: int, threads: int, blocks: int) -> None:
     compiled = CompiledKernel(registers, 0, shared, tensor_memory, (), arch=arch, threads=threads)

@@ -508,6 +508,11 @@ def test_shards_of_the_check_are_no_multiples_of_tiles_unless_the_binary_needs_t
         is_single = kernel.startswith("single_pass")
         lengths = [check_lengths(TuningPoint(kernel, "bf16", 64, 64, 1, mask, 8192)) for mask in ("full", "bounded")]
         assert lengths == [(1024 if is_single else 1008, 336), (1008, 336)]
+    for dims in ((64, 256), (256, 64)):
+        point = TuningPoint("dq", "bf16", *dims, 1, "full", 8192)
+        assert tile_without_table(point, 90) == compile_.builtin_tile("dq", 90, "bf16", 256), (
+            "the larger head dim counts"
+        )
 
 
 def test_scores_of_timed_inputs_are_normal() -> None:

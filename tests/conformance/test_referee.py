@@ -288,9 +288,15 @@ def merge_roughly(outs: Any, lses: Any, factor: float = 1.0, summand: float = 0.
     return out * factor, lse + summand
 
 
+def merge_that_adds_blind_parts(outs: Any, lses: Any) -> tuple[Any, Any]:
+    """Merge in the right way, because the out of a part that sees no key is 0."""
+    out, lse = bad_targets.merge_by_softmax(outs, lses)
+    return out + outs[0].float() * (lses[0] == -torch.inf).transpose(1, 2)[..., None], lse
+
+
 ONE, ALL_SEEN = {"one part"}, {*KINDS} - {"rows that one part does not see", "rows that no part sees"}
 WRONG_MERGES: dict[str, tuple[Any, set[str]]] = {
-    "": (bad_targets.merge_by_softmax, {*KINDS}),
+    "": (merge_that_adds_blind_parts, {*KINDS}),
     f"two parts: wrong: {BASE_2_MERGE}": (bad_targets.merge_by_powers_of_2, ONE),
     "2 of a natural lse, and the sum is": (lambda outs, lses: merge(outs, lses, torch.exp2, False), ONE),
     causes.NOT_NORMALISED: (lambda outs, lses: merge(outs, lses, normalise=False), ONE),

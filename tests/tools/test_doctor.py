@@ -401,6 +401,7 @@ def test_the_best_kernel_of_each_kind_is_listed() -> None:
         verdict("a", 3e-3), verdict("b", 2e-3), verdict("c", 4e-3), verdict("b", 3e-3, phase="training"),
         verdict("a", 5e-3, head_dim=128), verdict("d", 7e-3, adopted=False, reason="slow " * 30),
         verdict("e", None, adopted=False, passed=False, repeatable=False, reason="wrong"),
+        verdict("d", 7e-3, adopted=False, reason="another", head_dim=128),
     ]  # fmt: skip
     record: Any = SimpleNamespace(verdicts=verdicts)
     assert describe_record(record) == [

@@ -116,7 +116,10 @@ def test_the_manifest_describes_every_parameter(tmp_path: Path) -> None:
     strides = [(f"q_stride_{axis}", "i64" if axis == "b" else "i32", 8) for axis in "bsh"]
     assert own == [("q", "*bf16", 16), *strides]
     assert encoded["data_type"].endswith("BFLOAT16") and encoded["swizzle"].endswith("128B")
-    assert entry["arguments"][0] == {"name": "q", "type": "*bf16", "size": 8, "multiple_of": 16}
+    assert entry["arguments"][:3] == [
+        {"name": "q", "type": "*bf16", "size": 8, "multiple_of": 16},
+        {"name": "dq_stride_s", "type": "i32", "size": 4, "multiple_of": 8}, {"name": "rows", "type": "i32", "size": 4},
+    ]  # fmt: skip
 
 
 def test_a_launch_refuses_what_the_kernel_cannot_take() -> None:
