@@ -283,6 +283,10 @@ def test_every_experimental_kernel_is_a_candidate() -> None:
     configs = [job.candidate.config for job in jobs]
     assert {config.backward for config in configs if config} == {*BACKWARD_MODES}
     assert {config.forward_kernel for config in configs if config} == {*FORWARD_KERNELS}
+    phases = {job.candidate.options: job.candidate.phases for job in jobs}
+    hopper, deterministic = ("forward_kernel", "hopper"), ("backward", "single_pass_deterministic")
+    assert phases[(hopper,)] == phases[(hopper, deterministic)] == phases[()] == (FORWARD, TRAINING)
+    assert phases[(deterministic,)] == (TRAINING,), "the forward is the portable one"
     kinds = {(job.dtype, job.head_dim, job.device.type) for job in jobs}
     assert kinds == {(dtype, dim, "cuda") for dtype in ("bf16", "fp16") for dim in (64, 128)}
     assert len({*jobs}) == len(jobs) == 4 * len({job.candidate for job in jobs})

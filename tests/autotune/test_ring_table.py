@@ -185,6 +185,10 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(ring_search, name, stand_in)
     problem = AttentionConfig(64, 2, heads=2, kv_heads=1, head_dim=16, dtype="float32", device="cpu")
     result = ring_search.search_ring(LaunchedRank(rank, 2, rank, 2), torch.device("cpu"), problem, 3600.0, tmp_path)
+    monkeypatch.setattr(ring_search, "search", lambda *_, **__: SearchResult(None, {}, {}, False))
+    place = LaunchedRank(rank, 2, rank, 2)
+    spent = ring_search.search_ring(place, torch.device("cpu"), problem, 1.0, tmp_path / "none")
+    assert "incomplete" in spent.notes[0] and not (tmp_path / "none").exists()
     point = RingPoint(2, 2, 1, 16, "fp32", "bounded", 32)
     assert tried_settings == [(candidate_settings(point, "cpu"), DEFAULT)] and sorted(closed) == [1, 4]
     assert "best: Ring(" in result.notes[-1] and len(read_ring_table(tmp_path, INTERPRETER_GPU)) == (rank == 0)

@@ -201,7 +201,17 @@ def test_a_result_may_be_off_by_twice_pytorchs_error_and_one_rounding_per_hop() 
         exact, rounded = attend_plainly(whole, call), attend_plainly(whole, call, dtype=torch.float32)
         limits = collect_evidence(case, [{"positions": torch.arange(case.tokens), **exact}]).limits
         positive = attend_plainly({name: x.abs() if name in ("v", "dout") else x for name, x in whole.items()}, call)
-        sizes = {"out": positive["out"], "dv": positive["dv"], "lse": exact["lse"].abs().clamp(min=1.0)}
+        k, v, dout = (whole[name].double().abs().transpose(1, 2) for name in ("k", "v", "dout"))
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        terms = (
+            dout @ v.mT
+            + ((dout * exact["out"].transpose(1, 2).abs()).sum(-1) + whole["dlse"].abs() * call.needs_lse)[..., None]
+        )
+        sizes = {"dq": exact["weights"] * terms * 0.25 @ k} | {
+            "out": positive["out"],
+            "dv": positive["dv"],
+            "lse": exact["lse"].abs().clamp(min=1.0),
+        }
         for name, limit in limits.items():
             error = float((rounded[name] - exact[name]).abs().max())
             per_hop = (limit - 2 * error) / case.world
