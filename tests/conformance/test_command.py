@@ -59,6 +59,7 @@ def test_refused_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--merge", "a:b", "--only", "c"], "--only cannot be used with --merge"),
         (["a", "--world", "1,65"], "--world is 65: it must be at most 64"), (["a", "--world", "0"], "--world"),
         (["a", "--device", "cuda", "--world", "1,2"], "--world is 2: this machine has 1 GPUs"),
+        (["a", "--device", "tpu"], "tpu"),
         (["--model", "a", "--minutes", "2"], "--minutes cannot be used with --model"),
         ([f"{BAD}:attend", "--world", "1", "--only", "nowhere"], "--only is 'nowhere'"),
     ):  # fmt: skip
