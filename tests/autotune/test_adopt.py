@@ -10,8 +10,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,6 +29,9 @@ from ringattn import Layout, LocalWorld, RectangleAttention, Supports, reference
 from ringattn.autotune import adopt
 from ringattn.autotune.adopt import CheckJob, CheckSizes, KernelCandidate, check_candidate, run_checks, save_verdicts
 from ringattn.bench import cli
+from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.timing import Samples
+from ringattn.bench.kernels import contenders
 from ringattn.comm.topology import nvml
 from ringattn.kernels import PLAIN, Bounds, Scores
 from ringattn.kernels.config import BACKWARD_MODES, FORWARD_KERNELS
@@ -169,6 +174,79 @@ def test_changing_last_bits_are_not_repeatable(world: int) -> None:
     assert [(it.passed, it.repeatable) for it in check_candidate(job(kernel))] == [(True, False)] * 2
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_check_covers_every_role_and_mask(is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    poisoned, runs = list[bool](), list[Any]()
+
+    @contextmanager
+    def poison() -> Iterator[None]:
+        poisoned.append(True)
+        yield
+        poisoned.clear()
+
+    def run(inputs: Any, world: int, *, backend: Any, config: Any, **masks: Any) -> dict[str, Tensor]:
+        runs.append((inputs, world, backend, config, masks, bool(poisoned)))
+        return {"out": torch.zeros(1)}
+
+    judge = SimpleNamespace(head_errors=lambda results: {"out": 0.0}, failing_results=lambda errors: [])
+    for name, stand_in_function in {
+        "poison_allocations": poison, "ring_results": run, "build_judge": lambda inputs, masks: judge,
+        "draw_inputs": lambda device, dtype, sizes: (device, dtype, sizes),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(adopt, name, stand_in_function)
+    candidate = KernelCandidate(options=(("backward", "hopper"),)) if is_ours else KernelCandidate("other")
+    assert adopt.find_wrong_result(CheckJob(candidate, "bf16", 64, CPU)) == ("", True)
+    masks = [{"causal": True}, {"causal": False}, {"causal": True, "window_size": (100, 0)}, {"causal": True}]
+    expected = [
+        (
+            (CPU, torch.bfloat16, (1008, 8, 4, 64, 64)),
+            world,
+            candidate.backend,
+            candidate.config,
+            mask,
+            is_ours and not at,
+        )
+        for world, mask, count in zip((1, 3, 2, 3), masks, (2, 2, 2, 20), strict=True)
+        for at in range(count)
+    ]
+    assert runs == expected
+
+
+def test_a_phase_takes_the_time_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems, devices = list[Any](), list[Any]()
+    seconds = {contenders.FORWARD: 1.0, contenders.STATE: 2.0, contenders.BACKWARD: 4.0}
+
+    def contender(backend: Any, given: Any, config: Any = None) -> Any:
+        problems.append((backend, given.problem, config))
+        factor = 1.0 if backend == "mine" else 10.0
+        return SimpleNamespace(steps={name: factor * value for name, value in seconds.items()})
+
+    def timed(steps: Any, clock: Any, *, repeats: int) -> dict[str, Samples]:
+        assert repeats == 20
+        return {name: Samples((0.9 * step, step, 1.1 * step)) for name, step in steps.items()}
+
+    monkeypatch.setattr(adopt, "local_kernel_contender", contender)
+    monkeypatch.setattr(adopt, "time_in_turns", timed)
+    monkeypatch.setattr(adopt, "ContenderInputs", lambda problem, *_: SimpleNamespace(problem=problem))
+    monkeypatch.setattr(AttentionConfig, "random_shard", lambda *_: ())
+    monkeypatch.setattr(adopt, "find_refusal", lambda job: "")
+    monkeypatch.setattr(adopt, "find_wrong_result", lambda job: ("", True))
+    given = CheckJob(KernelCandidate("mine"), "fp16", 64, CPU)
+    forward, training = check_candidate(given)
+    assert (forward.seconds, forward.portable_seconds) == (2 * 3.0, 2 * 30.0)
+    assert (training.seconds, training.portable_seconds) == (2 * 7.0, 2 * 70.0)
+    assert forward.spread == pytest.approx(2 * 0.05 * 33.0) and training.repeatable and training.adopted
+    sizes = {(x.seqlen, x.heads, x.kv_heads, x.head_dim, x.dtype) for _, x, _ in problems}
+    assert sizes == {(8192, 16, 4, 64, "float16")}
+    assert [(name, x.causal) for name, x, _ in problems] == [
+        (name, causal) for causal in (True, False) for name in ("mine", adopt.PORTABLE)
+    ]  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(adopt, "find_refusal", lambda job: "no" if devices else "not set")
+    assert {x.reason for x in check_candidate(given._replace(device=torch.device("cuda", 3)))} == {"no"}
+    assert devices == [torch.device("cuda", 3)]
+
+
 @pytest.mark.parametrize(
     ("function", "seconds", "reason"),
     [
@@ -211,6 +289,13 @@ def test_every_experimental_kernel_is_a_candidate() -> None:
     configs = [job.candidate.config for job in jobs]
     assert {config.backward for config in configs if config} == {*BACKWARD_MODES}
     assert {config.forward_kernel for config in configs if config} == {*FORWARD_KERNELS}
+    phases = {job.candidate.options: job.candidate.phases for job in jobs}
+    hopper, deterministic = ("forward_kernel", "hopper"), ("backward", "single_pass_deterministic")
+    assert phases[(hopper,)] == phases[(hopper, deterministic)] == phases[()] == (FORWARD, TRAINING)
+    assert phases[(deterministic,)] == (TRAINING,), "the forward is the portable one"
+    kinds = {(job.dtype, job.head_dim, job.device.type) for job in jobs}
+    assert kinds == {(dtype, dim, "cuda") for dtype in ("bf16", "fp16") for dim in (64, 128)}
+    assert len({*jobs}) == len(jobs) == 4 * len({job.candidate for job in jobs})
     names = {job.candidate.backend_name for job in jobs}
     assert names >= {"triton", "flash", "cudnn", "fa3", "fa4"} and "aten" not in names
 
@@ -254,6 +339,7 @@ def attend(needs_grad: bool = True, *, dim: int = DIM, value_dim: int = 0, **opt
 
 @pytest.mark.usefixtures("on_gpu")
 def test_auto_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not attend(), "nothing is adopted"
     path, skipped = save(), list[Any]()
     monkeypatch.setattr(adopted, "skip_nan_check", skipped.append)  # on a GPU this check waits for the device
     assert path == record_path(GPU) and path.stat().st_mode & 0o777 == 0o600
@@ -272,6 +358,16 @@ def test_auto_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attend(needs_grad=False, layout=Layout([[(0, 20), (24, 28)]])), "two spans, as in a zigzag layout"
     monkeypatch.setitem(registry._DEFAULTS, "cpu", "triton")
     assert attend() and not attend(config=tiles(32, 32)), "a given config is not replaced"
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_record_that_a_reader_would_refuse_is_not_written() -> None:
+    with pytest.raises(ValueError, match="adopted is true"):
+        save(verdict(FORWARD, seconds=3.0))
+    with pytest.raises(ValueError, match="repeatable is 'yes'"):
+        save(verdict(FORWARD, repeatable="yes"))
+    path = record_path(GPU)
+    assert path is not None and not path.exists()
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -482,6 +578,15 @@ def test_a_record_that_cannot_be_written_is_refused_before_the_checks(monkeypatc
     path.mkdir(parents=True)
     with pytest.raises(ValueError, match=f"^{path} cannot be written"):
         adopt.adopt(CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(adopt, "record_path", lambda gpu: path.parent / "new" / "record.json")
+        patch.setattr(os, "access", lambda folder, mode: (folder, mode) != (path.parent / "new", os.W_OK))
+        with pytest.raises(ValueError, match=r"record\.json cannot be written"):
+            adopt.adopt(CPU)
+    monkeypatch.setattr(adopt, "record_path", lambda gpu: None)
+    with pytest.raises(ValueError, match="set RINGATTN_CONFIG_DIR"):
+        adopt.adopt(CPU)
+    monkeypatch.setattr(adopt, "record_path", record_path)
     monkeypatch.setenv("RINGATTN_CONFIG_DIR", __file__)
     with pytest.raises(ValueError, match="cannot be used as a folder"):
         adopt.adopt(CPU)

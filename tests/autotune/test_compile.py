@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from ringattn.autotune import device_trials
 from ringattn.autotune.candidates import ranking_job
@@ -16,7 +19,9 @@ from ringattn.autotune.compile import (
     META,
     CallSizes,
     KernelVariant,
+    RecordedLaunch,
     compile_launch,
+    feature_scores,
     parse_variants,
     record_launches,
 )
@@ -24,10 +29,12 @@ from ringattn.autotune.device_trials import DeviceTrials, check_lengths
 from ringattn.autotune.tile_space import ModelShape
 from ringattn.bench.common.errors import ErrorJudge
 from ringattn.kernels import KernelConfig, Tile, attention_backward, attention_forward
+from ringattn.kernels.scores import PLAIN
 from ringattn.kernels.tables import TUNED_KERNELS, TuningPoint, attach_options, tuned_options
 
 TILE = Tile(64, 64, 4, 2)
 MASKS = ("bounded", "full")
+TILE_KERNEL = SimpleNamespace(fn=SimpleNamespace(__name__="k"))
 
 
 def variant(kernel: str = "forward", **changed: Any) -> KernelVariant:
@@ -53,6 +60,10 @@ def test_sizes_that_triton_specializes_change_the_signature() -> None:
     assert variant(sizes=sizes._replace(queries=1024, keys=64)).launch.signature == same
     for other in ({"queries": 248}, {"kv_heads": 8}, {"heads": 64, "kv_heads": 4}, {"queries": 1}):
         assert variant(sizes=sizes._replace(**other)).launch.signature != same
+    for number, text in ((1, "1"), (2**31 - 16, "i32/16"), (2**31 - 1, "i32"), (2**31, "i64/16"), (2**31 + 1, "i64")):
+        assert RecordedLaunch(TILE_KERNEL, 1, (number,), {}).signature.endswith(f"({text}) {{}}")
+    values = (True, 1.5, None, (torch.empty(1, dtype=torch.float16), 3))
+    assert RecordedLaunch(TILE_KERNEL, 1, values, {"A": 1}).signature == "k (True float None (float16 i32)) {'A': 1}"
     far = variant(sizes=sizes._replace(queries=1 << 22), options=(("loads", "pointers"),)).launch
     assert far.arguments[0].stride_b == 1 << 32 and "i64/16" in far.signature and "i64" not in same
 
@@ -75,6 +86,50 @@ def test_interpreted_and_meta_launches_do_not_compile() -> None:
     q = torch.empty(1, 16, 2, 16, device=META)
     with pytest.raises(ValueError, match="without data"):
         attention_forward(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("arch", "target"), [(80, ("cuda", 80, 32)), (100, ("cuda", 100, 32)), (0x942, ("hip", "gfx942", 64))]
+)
+def test_a_launch_is_compiled_for_its_own_gpu(arch: int, target: tuple[Any, ...]) -> None:
+    class Recorded(JITFunction):  # type: ignore[type-arg]
+        def __init__(self) -> None:
+            pass
+
+        def warmup(self, *arguments: Any, grid: Any, **options: Any) -> Any:
+            there = driver.active.get_current_target()
+            return (
+                arguments,
+                grid,
+                options,
+                (there.backend, there.arch, there.warp_size),
+                driver.active.get_current_device(),
+            )
+
+    launch = RecordedLaunch(Recorded(), 7, (1, 2), {"A": 3})
+    *compiled, device = compile_launch(launch, arch).binary
+    assert compiled == [(1, 2), (7,), {"A": 3}, target] and device == 1000 + arch, "Triton caches by device"
+
+
+@pytest.mark.parametrize(("feature", "named"), [
+    ("softcap", {"softcap": 30.0}), ("alibi", {"alibi_slopes": 8}), ("dropout", {"dropout_p": 0.25}),
+])  # fmt: skip
+def test_a_feature_alone_is_launched(feature: str, named: dict[str, Any]) -> None:
+    scores = feature_scores((feature, "seqused_k"), 64, 48, 8)
+    values = {"softcap": scores.softcap, "alibi_slopes": scores.alibi_slopes, "dropout_p": scores.dropout_p}
+    found = {name: len(x) if isinstance(x, torch.Tensor) else x for name, x in values.items()}
+    assert {name: x for name, x in found.items() if x} == named
+    assert [len(x) for x in (scores.q_positions, scores.k_positions)] == [64, 48]  # type: ignore[arg-type]
+    assert feature_scores(("seqused_k", "block_sparse"), 64, 48, 8) is PLAIN
+
+
+def test_launches_without_a_loop_feature() -> None:
+    for role in ("only", "middle"):
+        for word, has_max in (("", False), (":max_logits", True)):
+            (forward,) = parse_variants(f"90:bf16:64:forward:{role}:full:gqa{word}")
+            assert isinstance(forward.launch.arguments[-1], torch.Tensor) is has_max
+    (delta,) = parse_variants("90:bf16:64:delta")
+    assert [x.dtype for x in delta.launch.arguments[2:4]] == [torch.float32] * 2, "with dlse"
 
 
 def test_all_launches_of_an_entry_point_are_recorded() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ringattn.autotune.compile import KernelVariant
+from ringattn.autotune import gate
+from ringattn.autotune import inspect as inspection
+from ringattn.autotune.compile import KernelVariant, RecordedLaunch
 from ringattn.autotune.gate import CompiledKernel, gate_problems, hopper_problems
+from ringattn.autotune.inspect import variant_row
 from ringattn.autotune.loop_bound import LoopBound, blocks_per_sm, busy_clocks, loop_bound, loop_bounds, main_bound
 from ringattn.autotune.sass import (
     InstructionMix,
@@ -21,6 +25,7 @@ from ringattn.autotune.sass import (
     read_loop,
 )
 from ringattn.kernels import Tile, hopper_backward_launch
+from ringattn.kernels.gpu import shared_limit
 from ringattn.kernels.hopper.step_order import CONSUMERS
 
 CLEAN = CompiledKernel(registers=255, stack=0, shared=160_000, tensor_memory=0, loops=(Loop(16, 0, 1, False),))
@@ -43,6 +48,95 @@ def test_gate_names_the_problem(kernel: str, change: dict[str, Any], message: st
     assert message in problem
 
 
+def test_the_gate_allows_all_memory_of_the_gpu() -> None:
+    for arch in (80, 90):
+        most, variant = replace(CLEAN, shared=shared_limit(arch), tensor_memory=512), replace(VARIANT, arch=arch)
+        assert gate_problems(variant, most) == []
+        assert len(gate_problems(variant, replace(most, shared=most.shared + 1, tensor_memory=513))) == 2
+
+
+AMDGCN = """
+    v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
+.LBB0_1:
+    scratch_load_dwordx2 v[8:9], off, off offset:4
+    v_exp_f32_e32 v4, v5
+    v_exp_f32_e32 v4, v5
+    v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
+    s_cbranch_scc0 .LBB0_1
+.LBB0_2:
+    v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
+    v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
+    s_cbranch_scc0 .LBB0_2
+    s_endpgm
+    .amdhsa_float_denorm_mode_32 3
+    .vgpr_count:     128
+    .private_segment_fixed_size: 24
+    .max_flat_workgroup_size: 256
+"""
+
+
+def test_resources_of_gpus_of_amd() -> None:
+    def read(listing: str) -> CompiledKernel:
+        binary = SimpleNamespace(asm={"amdgcn": listing}, metadata=SimpleNamespace(shared=4096))
+        return gate.read_amdgcn(RecordedLaunch(None, 1, (), {}, binary), 0x942)
+
+    compiled = read(AMDGCN)
+    loops = compiled.loops
+    assert compiled == CompiledKernel(128, 24, 4096, 0, loops, False, 0x942, 256) and len(loops) == 2
+    assert read(AMDGCN.replace("mode_32 3", "mode_32 0")).flushes_subnormals
+    row = variant_row(replace(VARIANT, arch=0x942), compiled, ["slow"])
+    assert (row["loops"], row["matrix"], row["instructions"], row["spills"], row["exponentials"]) == ("1 2", 2, 3, 0, 0)
+    assert row["bound"] is None and (row["regs"], row["stack"], row["threads"], row["blocks"]) == (128, 24, 256, 4)
+    assert (row["arch"], row["tile"], row["problems"], row["kernel"]) == ("gfx942", "128x128x8x2", "slow", "forward")
+    (only,) = (loop for loop in loops if loop.matrix == 1)
+    row = variant_row(replace(VARIANT, arch=0x942), replace(compiled, loops=(only,)), ["slow"])
+    assert (row["matrix"], row["instructions"], row["spills"], row["exponentials"]) == (1, 5, 1, 2)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_the_report_names_the_best_variant_and_the_problems(gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        "slow": (10.0, "", 1), "best": (30.25, "", 2), "spills": (20.0, "it spills", 1),
+        "large": (0.0, "it is large", 0), "of AMD": (None, "", 1),
+    }  # fmt: skip
+    assemblers, steps = list[Any](), list[Any]()
+
+    def inspect(variant: str, assembler: Any) -> dict[str, Any]:
+        assemblers.append(assembler)
+        figures = dict(zip(("bound", "problems", "blocks"), rows[variant], strict=True))
+        return {**dict.fromkeys(inspection.UNITS), "variant": variant, "limiter": "issue", **figures}
+
+    monkeypatch.setattr(inspection, "inspect_variant", inspect)
+    variants: Any = [*rows]
+    found = inspection.inspect_variants(variants, lambda part, more: steps.append(more), Path("ptxas"), gate=gate)
+    assert found.failed == ["spills: it spills"] * gate + ["large: it is large"]
+    assert found.notes == ["spills: it spills"] * (not gate) + ["best: best: at most 30.2% of peak, limited by issue"]
+    assert [row["variant"] for row in found.rows] == [*rows] and steps == [5, *[None] * 5]
+    assert assemblers == [Path("ptxas")] * 5
+
+
+@pytest.mark.parametrize("name", ["forward_kernel", "hopper_kernel", "hopper_backward_kernel"])
+def test_resources_of_a_binary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(tool: str, *flags: str, cubin: bytes) -> str:
+        assert cubin == b"code"
+        return {"nvdisasm": COUNTED, "cuobjdump": "Function x: REG:168 STACK:40 SHARED:0"}[tool]
+
+    def read(ptx: str, **more: Any) -> CompiledKernel:
+        metadata = SimpleNamespace(shared=9000, **more)
+        binary = SimpleNamespace(asm={"cubin": b"code", "ptx": ptx}, metadata=metadata)
+        kernel = SimpleNamespace(fn=SimpleNamespace(__name__=name))
+        return gate.read_compiled(RecordedLaunch(kernel, 1, (), {}, binary), 90)
+
+    monkeypatch.setattr(gate, "run_binary_tool", run)
+    partitions, loop_threads = (1, 0) if name == "forward_kernel" else (CONSUMERS, 128)
+    loops = (LISTED_LOOP,)
+    assert read(".maxntid 384") == CompiledKernel(168, 40, 9000, 0, loops, False, 90, 384, partitions, loop_threads)
+    other = read("add.ftz.f32\n.reqntid 64", tmem_size=256)
+    assert (other.tensor_memory, other.flushes_subnormals, other.threads, other.hazards) == (256, True, 64, ())
+    monkeypatch.setattr(gate, "disassemble", lambda cubin: COUNTED.replace(WAIT, "NOP"))
+    assert read(".reqntid 128").hazards
+
+
 @pytest.mark.parametrize(("full", "expected"), [(True, CONSUMERS), (False, 3 * CONSUMERS)])
 def test_the_hopper_forward_has_three_loops_unless_it_is_full(full: bool, expected: int) -> None:
     variant = replace(VARIANT, full=full, options=(("forward_kernel", "hopper"),))
@@ -50,6 +144,10 @@ def test_the_hopper_forward_has_three_loops_unless_it_is_full(full: bool, expect
         failures = hopper_problems(variant, replace(CLEAN, loops=CLEAN.loops * count), "")
         message = f"{count} main loops, expected {expected}"
         assert (message in failures) is (count != expected)
+        narrow = hopper_problems(
+            replace(variant, tile=Tile(128, 64, 8, 2)), replace(CLEAN, loops=CLEAN.loops * count), ""
+        )
+        assert "16 products in a loop, expected 12" in narrow and not any("products in" in text for text in failures)
 
 
 @pytest.mark.parametrize(("more", "fits"), [(-1, False), (0, True), (1024, True), (1025, False)])
@@ -57,6 +155,8 @@ def test_the_hopper_backward_takes_the_shared_memory_of_its_launch(more: int, fi
     variant = replace(VARIANT, kernel="single_pass", tile=Tile(64, 128, 8, 2), options=(("backward", "hopper"),))
     shared = hopper_backward_launch.backward_shared_bytes(128, variant.tile) + more
     failures = hopper_problems(variant, replace(CLEAN, shared=shared), "")
+    products = 2 * (128 + 64) // 16 + 128 // 16  # S and dP over the head dim, dV and dK over queries, dQ over keys
+    assert f"16 products in a loop, expected {products}" in failures
     assert any(why.startswith(f"{shared} bytes of shared memory") for why in failures) is not fits
 
 
@@ -138,6 +238,14 @@ def test_loops_of_amdgcn() -> None:
     s_endpgm
 """)
     assert (loop.matrix, loop.local, len(loop.lines)) == (1, 1, 5)
+
+
+def test_loops_behind_a_jump_through_a_table_are_found() -> None:
+    """Each partition of warps is reached by the table only, and may jump on through another one."""
+    partition = LISTING.partition(".L_head:")[2].partition(".L_trap:")[0]
+    parts = [f".L_head:{partition}".replace(".L_", f".L_{name}_") for name in ("a", "b")]
+    listing = "        /*0000*/                   BRX R2 -0x80 ;\n" + parts[0] + parts[1]
+    assert [loop.matrix for loop in matrix_loops(listing)] == [2, 2]
 
 
 def test_one_wait_per_product_is_serialised() -> None:
@@ -259,6 +367,10 @@ def test_products_of_sm_100_by_their_descriptor() -> None:
     assert counts.shared_bytes == 32 * (128 + 64) + 32 * 128
     with pytest.raises(ValueError, match="shape of the matrix instruction"):
         mix(first)
+    # M128 N64 of TF32 (2 in bits 7 to 9) has depth 8 and counts twice, of 8 bits depth 32 and half
+    for name, descriptor, depth, weight in (("UTCHMMA", 0x8100510, 8, 2.0), ("UTCQMMA", 0x8100490, 32, 0.5)):
+        counts = mix(f"UMOV UR25, {descriptor:#x}", first.replace("UTCHMMA", name), warps=8)
+        assert (counts.products, counts.shared_bytes) == (128 * 64 * depth * weight, 32 * (128 + 64))
 
 
 @pytest.mark.parametrize(("extra", "limiter"), [
@@ -296,6 +408,7 @@ COMPILED = CompiledKernel(64, 0, 2560, 0, (LISTED,), arch=90, threads=128)
     (0x942, 32, 65_537, 0, 256, 0),
     (0x950, 32, 65_536, 0, 256, 2),
     (0x942, 32, 0, 0, 256, 8),
+    (0x942, 128, 0, 0, 96, 8),  # as 128 threads
 ])  # fmt: skip
 def test_blocks_of_an_sm(arch: int, registers: int, shared: int, tensor_memory: int, threads: int, blocks: int) -> None:
     compiled = CompiledKernel(registers, 0, shared, tensor_memory, (), arch=arch, threads=threads)

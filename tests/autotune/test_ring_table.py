@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,7 +72,8 @@ def test_the_setting_of_the_nearest_length_is_used(folders: Folders) -> None:
     assert {row.point.length: row.setting for row in read_ring_table(folders[0], H200)} == {1024: newer, 32768: DEFAULT}
     assert ring_settings(POINT._replace(length=3000), H200) == newer
     assert ring_settings(POINT._replace(length=16384), H200) == DEFAULT
-    assert ring_settings(POINT._replace(world=4), H200) is None
+    others = {"world": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": "fp16", "mask": "full"}
+    assert [ring_settings(POINT._replace(**{name: value}), H200) for name, value in others.items()] == [None] * 6
     assert ring_settings(POINT, None) is None
     assert save_ring(folders[0], INTERPRETER_GPU, ring_entry()).name == "cpu_rings.json"
     assert ring_settings(POINT, None) == CHUNKED
@@ -133,22 +135,93 @@ def test_every_rank_gets_the_error_of_the_first() -> None:
     on_ranks(2, fn)
 
 
+class TwoRanks:
+    """Stand-in for the control of two ranks; the other one has half the value, and is throttled."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def gather_merged(self, value: float, merge: Any, what: str) -> float:
+        found: float = merge([value, value / 2][:: 1 - 2 * self.rank])
+        return found
+
+    def gather(self, value: tuple[str, ...], what: str) -> list[tuple[str, ...]]:
+        return [value, ("power cap", "power brake")][:: 1 - 2 * self.rank]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def search(tried: Any, default: RingSetting, check: Any, *_: Any, on_run: Any) -> SearchResult[RingSetting]:
+    closed, tried_settings = list[RingSetting](), list[Any]()
+
+    def search(tried: Any, default: RingSetting, check: Any, run: Any, left: Any, on_run: Any) -> Any:
+        tried_settings.append((tried, default))
         assert check(default) is None
+        assert left() == pytest.approx(3600.0 if rank == 0 else 1800.0, rel=0.1), "the clock of rank 0 counts"
+        reading = run(default)
+        reasons = ("power brake", "power cap") if rank == 0 else ("power cap", "power brake")
+        assert reading.seconds == 0.25 and reading.throttled == reasons and reading.clocks == {"sm_mhz": 900.0}
+        assert str(check(RingSetting(chunks=2))) == "ValueError: no such ring"
+        assert check(RingSetting(chunks=4)) == "error of out"
+        assert not closed
         return SearchResult(default, {default: [TimedRun(1e-3)] * 5}, {}, True)
 
-    stand_ins = {
-        "resolve_group": lambda: None, "open_control": lambda group: SimpleNamespace(scope=lambda name: None),
-        "Ring": lambda **arguments: nullcontext(SimpleNamespace(transport="nccl")), "ring_error": lambda *_: None,
-        "ring_candidate": lambda *_: SimpleNamespace(run=lambda shards: None), "search": search,
+    @contextmanager
+    def open_ring(**arguments: Any) -> Iterator[Any]:
+        if arguments["chunks"] == 2:
+            raise ValueError("no such ring\nand more")
+        yield SimpleNamespace(transport="nccl", chunks=arguments["chunks"])
+        closed.append(arguments["chunks"])
+
+    readings = {"sm_mhz": 900, "throttled": ("idle", "power brake")}
+    stand_ins: dict[str, Any] = {
+        "resolve_group": lambda: None,
+        "open_control": lambda group: SimpleNamespace(scope=lambda name: TwoRanks(rank)),
+        "Ring": open_ring, "search": search, "StepTimer": lambda device, team: lambda step: (step(), 0.25)[1],
+        "ring_error": lambda small, ring, *_: "error of out" if (ring.chunks, small.seqlen) == (4, 2 * 192) else None,
+        "ring_candidate": lambda *_: SimpleNamespace(run=lambda shards: None),
     }  # fmt: skip
+    monkeypatch.setattr(ring_search.nvml, "GpuReader", lambda device: lambda: readings)
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(ring_search, name, stand_in)
     problem = AttentionConfig(64, 2, heads=2, kv_heads=1, head_dim=16, dtype="float32", device="cpu")
-    result = ring_search.search_ring(LaunchedRank(rank, 2, rank, 2), torch.device("cpu"), problem, 60.0, tmp_path)
+    result = ring_search.search_ring(LaunchedRank(rank, 2, rank, 2), torch.device("cpu"), problem, 3600.0, tmp_path)
+    monkeypatch.setattr(ring_search, "search", lambda *_, **__: SearchResult(None, {}, {}, False))
+    place = LaunchedRank(rank, 2, rank, 2)
+    spent = ring_search.search_ring(place, torch.device("cpu"), problem, 1.0, tmp_path / "none")
+    assert "incomplete" in spent.notes[0] and not (tmp_path / "none").exists()
+    point = RingPoint(2, 2, 1, 16, "fp32", "bounded", 32)
+    assert tried_settings == [(candidate_settings(point, "cpu"), DEFAULT)] and sorted(closed) == [1, 4]
     assert "best: Ring(" in result.notes[-1] and len(read_ring_table(tmp_path, INTERPRETER_GPU)) == (rank == 0)
+
+
+def test_problems_share_the_budget(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, checked = list[Any](), list[Any]()
+
+    def run(world: int, work: Any, problem: AttentionConfig, budget: float, folder: Path, *, device: str) -> Any:
+        calls.append((world, work, problem, budget, folder, device))
+        return ring_search.Result("tune --ring", ring_search.UNITS, [{"tokens": problem.seqlen}], notes=["found"])
+
+    monkeypatch.setattr(ring_search, "run_process_group", run)
+    monkeypatch.setattr(
+        ring_search, "check_ranks_fit", lambda flag, problem, *_, **how: checked.append((flag, problem))
+    )
+    problems = ring_problems(ModelShape(6, 2, 16, 16, "fp16"), [64, 32], False, "cpu", 3)
+    assert [(x.world, x.seqlen, x.heads, x.kv_heads, x.head_dim, x.dtype, x.causal, x.layout) for x in problems] == [
+        (3, 3 * tokens, 6, 2, 16, "float16", False, "zigzag") for tokens in (64, 32)
+    ]
+    assert [ring_search.ring_point(x) for x in problems] == [
+        RingPoint(3, 6, 2, 16, "fp16", "full", tokens) for tokens in (64, 32)
+    ]
+    result = ring_search.tune_rings(problems, 90.0, tmp_path / "new")
+    assert calls == [(3, ring_search.search_ring, problem, 45.0, tmp_path / "new", "cpu") for problem in problems]
+    assert checked == [("--seqlen", problem) for problem in problems] and result.notes == ["found"]
+    assert [row["tokens"] for row in result.rows] == [192, 96] and result.provenance["versions"]
+    (tmp_path / "new" / "cpu_rings.json").write_text("{")
+    with pytest.raises(RefusedTable):
+        ring_search.tune_rings(problems, 90.0, tmp_path / "new")
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match="value-dim is 8"):
+        ring_problems(ModelShape(6, 2, 16, 8), [64], False, "cpu", 3)
 
 
 def test_a_wrong_ring_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +242,8 @@ def test_report_of_a_search() -> None:
         CHUNKED: [TimedRun(1e-3, ("power cap",), {"sm_mhz": 1300.0})] * 5,
     }
     measured = SearchResult(CHUNKED, readings, {RingSetting("nccl_one_sided"): "no such link"}, False)
+    used = ring_table_entry(POINT, replace(measured, best=DEFAULT), "process_group")
+    assert used.setting == replace(DEFAULT, transport="process_group") and used.seconds == used.baseline == 4e-3
     entry = ring_table_entry(POINT, measured, "nccl")
     assert (entry.setting, entry.seconds, entry.baseline) == (CHUNKED, 1e-3, 4e-3)
     assert entry.about["clocks"] == {"sm_mhz": 1300.0, "throttled": "power cap"}
@@ -176,6 +251,7 @@ def test_report_of_a_search() -> None:
     assert [(row["transport"], row["runs"], row["note"]) for row in report.rows] == [
         ("auto", 5, "default"), ("nccl", 5, ""), ("nccl_one_sided", 0, "no such link")
     ]  # fmt: skip
+    assert [(row.get("time"), row.get("spread")) for row in report.rows] == [(4.0, 0.0), (1.0, 0.0), (None, None)]
     assert "incomplete" in report.notes[0] and "75.0% less than the default" in report.notes[-1]
     failed = ring_search_result(POINT, SearchResult(None, {}, {DEFAULT: "no such link"}, True), None, None)
     assert failed.failed == ["1024 tokens: no setting works here; see the column note for the reasons"]

@@ -88,6 +88,9 @@ def test_a_gain_within_the_spread_of_the_baseline_is_not_chosen() -> None:
         "not a finalist"
     )
     assert fastest_candidate({"default": readings(1.0)}, "default") is None, "one run is not enough"
+    unequal = {"default": readings(*[1.0] * 14), "other": readings(*[0.3] * 5)}
+    assert fastest_candidate(unequal, "default") == "default", "only the finalists of a complete search count"
+    assert fastest_candidate(unequal, "default", complete=False) == "other"
 
 
 def test_throttled_runs_are_repeated() -> None:

@@ -33,6 +33,13 @@ def test_the_journal_is_reused_for_the_same_kernels(tmp_path: Path) -> None:
     assert Journal(tmp_path / "journal", "other kernels").get("a", dict) is None
 
 
+def test_a_value_that_is_not_json_is_not_stored(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", "digest")
+    with pytest.raises(ValueError, match="JSON"):
+        journal.put("a", {"n": float("nan")})
+    assert not journal.path.exists() and journal.get("a", dict) is None
+
+
 def test_a_truncated_journal_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     for number in range(2):
@@ -134,6 +141,14 @@ def test_a_failed_write_keeps_the_old_table(folders: Folders, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         save(folders[0], H200, [entry(tile=BASELINE)])
     assert path.read_text() == before and [*folders[0].iterdir()] == [path]
+
+
+def test_a_table_is_on_disk_before_it_replaces_the_old_one(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, real = list[str](), os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: order.append(f"{os.fstat(file).st_size} bytes"))
+    monkeypatch.setattr(os, "replace", lambda *paths: order.append("replace") or real(*paths))
+    path = save(folders[0], H200, [entry()])
+    assert order == [f"{path.stat().st_size} bytes", "replace"]
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 
 from ringattn.autotune import cli_tune, device_trials, ring_search, tune
 from ringattn.autotune import compile as compile_
-from ringattn.autotune.candidates import CompileResult, ranking_job
+from ringattn.autotune.candidates import CompileResult, RankedCandidates, ranking_job
 from ringattn.autotune.compile import KernelVariant
 from ringattn.autotune.device_trials import DeviceTrials, check_lengths
-from ringattn.autotune.search import Budget, SearchResult
+from ringattn.autotune.search import Budget, SearchResult, TimedRun
 from ringattn.autotune.tile_space import ModelShape, gpu_for_arch, point_text, tile_candidates
 from ringattn.autotune.tune import (
+    PointResult,
     TuneConfig,
     compile_points,
     measure_points,
@@ -122,6 +123,40 @@ def test_only_measuring_has_a_default_budget(
     monkeypatch.setattr(tune, "tune", lambda config, *_: configs.append(config) or Result("tune", {}))
     assert run_command(*SMALL, "--save-dir", str(tmp_path), *flags).exit_code == 0
     assert [config.budget for config in configs] == [seconds]
+
+
+def test_every_option_reaches_the_search(tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, result = list[Any](), Result("tune", {})
+    monkeypatch.setattr(cli_tune, "resolve_target", lambda *how: calls.append(how) or (H200, CPU, ""))
+    monkeypatch.setattr(tune, "tune", lambda config, *_: calls.append(config) or result)
+    monkeypatch.setattr(ring_search, "ring_problems", lambda *how: how)
+    monkeypatch.setattr(ring_search, "tune_rings", lambda *how: calls.append(how) or result)
+    model = ["--heads", "12", "--kv-heads", "4", "--head-dim", "64", "--dtype", "fp16", "--seqlen", "32,16", "--full"]
+    model += ["--save-dir", str(tmp_path), "--budget", "20"]
+    tiles = ["--value-dim", "32", "--arch", "sm_80", "--kernels", "dq,single_pass", "--compile-only", "--tiles", "3"]
+    assert run_command(*model, *tiles).exit_code == 0
+    shape = ModelShape(12, 4, 64, 32, "fp16")
+    assert calls == [
+        ("sm_80", True), TuneConfig(shape, (32, 16), False, H200, CPU, tmp_path, 20.0, ("dq", "single_pass"), 3)
+    ]  # fmt: skip
+    for flags, kernels in (((), TUNED_KERNELS), (("--tiles", "1"), KERNELS)):
+        assert run_command("--save-dir", str(tmp_path), *flags).exit_code == 0
+        config = calls.pop()
+        assert (config.kernels, config.causal, config.lengths) == (kernels, True, (8192, 32768))
+        assert config.shape == ModelShape(32, 32, 128, 128, "bf16")
+    for flags, budget in ((("--budget", "20"), 20.0), ((), cli_tune.BUDGET)):
+        assert run_command(*model[:-2], *flags, "--ring", "--world", "4", "--device", "cpu").exit_code == 0
+        problems, *rest = calls.pop()
+        assert problems == (replace(shape, value_dim=64), [32, 16], False, "cpu", 4) and rest == [budget, tmp_path]
+    calls.clear()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_command(*model).exit_code == 0 and not calls, "one process tunes tiles"
+    assert run_command(*model, "--ring").exit_code == 0 and len(calls) == 1, "all processes tune a ring"
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(tables, "user_table_folder", lambda: None)
+    refused = run_command(*model[:-4], "--budget", "20")
+    assert refused.exit_code == 2 and "--save-dir is not given" in refused.output
 
 
 @pytest.fixture
@@ -280,6 +315,56 @@ def test_measured_tiles_become_the_defaults(folders: Folders, monkeypatch: pytes
     assert {*tiles} == {*TUNED_KERNELS} and all(getattr(config_now, kernel) == tiles[kernel] for kernel in KERNELS)
 
 
+def test_a_point_has_a_row_and_the_run_has_notes() -> None:
+    point, default, best, plain = (
+        TuningPoint("dq", "bf16", 64, 64, 2, "full", 64),
+        *(Tile(n, 64, 4, 2) for n in (16, 32, 64)),
+    )
+    slow_runs, fast_runs = (
+        [TimedRun(factor * x, (), {}, 2 * factor * x) for x in (1e-3, 2e-3, 3e-3)] for factor in (2, 1)
+    )
+    ranked = RankedCandidates(
+        (best, plain),
+        {default: "9 x", Tile(16, 16, 4, 1): "12 x", Tile(16, 32, 4, 1): "it spills"},
+        {tile: CompileResult((), bound, "%") for tile, bound in ((best, 61.5), (plain, 60.0), (default, 50.0))},
+    )  # fmt: skip
+    searched = SearchResult(best, {default: slow_runs, best: fast_runs}, {plain: "wrong"}, False)
+    measured = PointResult(point, default, ranked, searched)
+    same = {"kernel": "dq", "mask": "full", "tokens": 64, "default": "16x64 4w 2s", "left": 0}
+    assert measured.as_row() == same | {
+        "tile": "32x64 4w 2s", "bound": 61.5, "tried": 5, "failed": 3, "wrong": 1, "time": 2.0, "spread": 25.0,
+        "default's time": 4.0, "beside": 4.0,
+    }  # fmt: skip
+    assert {*measured.as_row()} == {*tune.UNITS}
+    unmeasured = PointResult(point, default, ranked)
+    assert unmeasured.as_row() == same | {"tile": "32x64 4w 2s", "bound": 61.5, "tried": 5, "failed": 3, "wrong": 0}
+    left = PointResult(point._replace(length=128), default, uncompiled_jobs=7)
+    nothing = {"tile": "none", "bound": None, "tried": 0, "failed": 0, "wrong": 0, "left": 7, "tokens": 128}
+    assert left.as_row() == same | nothing
+    equal = replace(measured, search_result=replace(searched, best=default, is_complete=True))
+    notes = tune.tuning_notes([measured, equal, left], Path("table.json"))
+    assert notes == [
+        "dropped: 4 x x", "dropped: 2 x it spills",
+        "--budget ran out: 1 of 3 points still have at least 7 binaries to compile; run the same command again to "
+        "continue",
+        "--budget ran out: 1 of 3 searches are incomplete; increase --budget", "written: table.json",
+        f"best: 0 of 3 points are faster than the default; largest gain 0.0% for {point_text(point)}",
+    ]  # fmt: skip
+    assert tune.tuning_notes([measured], None)[-1].startswith(
+        "best: 1 of 1 points are faster than the default; largest gain 50.0%"
+    )
+    assert (
+        tune.tuning_notes([left], None)[-1].startswith("--budget")
+        and "estimates only" in tune.tuning_notes([unmeasured], None)[-1]
+    )
+    entry = table_entry(measured)
+    assert (entry.seconds, entry.spread, entry.beside, entry.baseline) == (2e-3, 0.25, 4e-3, 4e-3)
+    estimate = table_entry(unmeasured)
+    assert estimate.estimated and (estimate.tile, estimate.bound, estimate.bound_by) == (best, 61.5, "%")
+    for made in (entry, estimate):
+        assert made.point == point and {*made.versions} == {"triton", "torch"} and made.command and made.date
+
+
 @pytest.mark.parametrize(("budget", "measured"), [(0.0, 0), (100.0, 2)])
 def test_unmeasured_points_keep_their_estimates(
     budget: float, measured: int, folders: Folders, everything_compiles: None, monkeypatch: pytest.MonkeyPatch
@@ -322,6 +407,9 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders, monke
     assert entry.search_result.errors == {broken: "AcceleratorError: an illegal memory access"}
     with pytest.raises(torch.AcceleratorError):
         measured(assumed_gpu(90, "NVIDIA H100 80GB HBM3"))
+    monkeypatch.setattr(tune, "installed_driver", lambda: "another")
+    with pytest.raises(torch.AcceleratorError):
+        measured(H200)
 
 
 @pytest.fixture
@@ -388,6 +476,53 @@ def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = sums_of_runs[1:]  # the first run compiles
     assert len(timed) == 3
     assert all(len({*sums}) == 3 for sums in zip(*timed, strict=True))
+
+
+def test_a_gpu_times_another_run_during_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    point, log = TuningPoint("forward", "fp32", 16, 16, 2, "full", 40), list[Any]()
+    trials, tile = DeviceTrials(point, SHAPE, CPU), Tile(16, 16, 4, 1)
+
+    class Copy:
+        def __init__(self, device: Any, nbytes: int) -> None:
+            log.append(("copy", device.type, nbytes))
+
+        def run_alongside(self, step: Any, stream: Any) -> Any:
+            return lambda: (log.append(stream), step())
+
+    monkeypatch.setattr(trials, "_launch", lambda tile: log.append("launch"))
+    monkeypatch.setattr(trials, "_clock", lambda step: (step() and 2.5) or 0.5)
+    monkeypatch.setattr(trials, "_reader", lambda: {"sm_mhz": 1200})
+    monkeypatch.setattr(device_trials, "BackgroundCopy", Copy)
+    monkeypatch.setattr(device_trials, "copy_bytes_for", lambda device, seconds: int(1000 * seconds))
+    monkeypatch.setattr(device_trials, "new_stream", lambda device, priority: ("stream", priority))
+    trials._device = torch.device("cuda")
+    for _ in range(2):
+        assert trials.run(tile) == TimedRun(0.5, (), {"sm_mhz": 1200.0}, 2.5)
+    stream = ("stream", device_trials.HIGH_PRIORITY)
+    run = ["launch", stream, "launch"]
+    assert log == ["launch", "launch", ("copy", "cuda", 1000), stream, "launch", *run], "one size for all"
+
+
+def test_shards_of_the_check_are_no_multiples_of_tiles_unless_the_binary_needs_them() -> None:
+    for kernel in TUNED_KERNELS:
+        is_single = kernel.startswith("single_pass")
+        lengths = [check_lengths(TuningPoint(kernel, "bf16", 64, 64, 1, mask, 8192)) for mask in ("full", "bounded")]
+        assert lengths == [(1024 if is_single else 1008, 336), (1008, 336)]
+    for dims in ((64, 256), (256, 64)):
+        point = TuningPoint("dq", "bf16", *dims, 1, "full", 8192)
+        assert tile_without_table(point, 90) == compile_.builtin_tile("dq", 90, "bf16", 256), (
+            "the larger head dim counts"
+        )
+
+
+def test_scores_of_timed_inputs_are_normal() -> None:
+    point = TuningPoint("dq", "fp32", 16, 16, 2, "full", 40)
+    trials, again = (DeviceTrials(point, SHAPE, CPU) for _ in range(2))
+    assert all(map(torch.equal, trials._check_inputs, again._check_inputs)), "every tile gets the same check"
+    x, lse = trials._make("q", 2, 99), trials._make("lse", 3)
+    trials._refill_inputs()
+    assert lse.tolist() == pytest.approx([math.log(40) + 0.5] * 3) and 0.5 < float(x.std()) < 2.0
+    assert trials._make("q", 2, 99) is x
 
 
 def test_the_journal_belongs_to_one_kernel_source(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ringattn.autotune import gate
+from ringattn.autotune import assemblers, gate
 from ringattn.autotune.assemblers import assemble, assembler_version, newest_assembler, triton_assembler
 from ringattn.autotune.compile import RecordedLaunch, parse_variants
 from ringattn.autotune.wrong_code import (
@@ -44,6 +45,11 @@ PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24"  # accumulator R24 
     ((f"{PRODUCT}, gsb0", "FADD R7, R60, R61", WAIT), "A is overwritten by /*0001*/ FADD R7, R60, R61"),
     ((f"{PRODUCT}, gsb0", "CS2R R54, SRZ", WAIT), "an accumulator is used by /*0001*/ CS2R R54, SRZ"),
     ((f"{PRODUCT}, gsb0", "CS2R R6, SRZ", WAIT), "A is overwritten"),
+    ((f"{PRODUCT}, gsb0", "FADD R3, R60, R61", "CS2R.32 R23, SRZ", "LDG.E.128 R20, desc[UR4][R60.64]", WAIT), ""),
+    ((f"{PRODUCT}, gsb0", "LDG.E.64 R6, desc[UR4][R60.64]", WAIT), "A is overwritten"),
+    ((f"{PRODUCT}, gsb0", "IMAD.WIDE.U32 R2, R60, R61, RZ", "IMAD.WIDE.U32 R54, R60, R61, RZ", WAIT),
+     "an accumulator is used by /*0002*/"),
+    ((f"{PRODUCT}, gsb0", "LDSM.16.M88.4 R20, [R60]", "LDSM.16.M88.2 R22, [R60]", "LDSM.16.M88 R23, [R60]", WAIT), ""),
     ((f"{PRODUCT}, gsb0", "SHFL.BFLY PT, R5, R60, 0x1, 0x1f", WAIT), "A is overwritten"),
     ((f"{PRODUCT}, gsb0", "STS.128 [R60], R20", WAIT), ""),
     ((f"{PRODUCT}, gsb0", "STS.128 [R60], R52", WAIT), "an accumulator is used"),
@@ -96,7 +102,17 @@ def test_in_place_tensors_are_loaded_before_a_barrier() -> None:
     moved = PTX.replace("	bar.sync 	0;\n", "").replace(
         "	ld.param.b64 	%rd1", "	bar.sync 	0;\n	ld.param.b64 	%rd1"
     )
-    assert len(in_place_races(moved, tensors)) == 1
+    for op in ("st.global.b32", "red.global.add.f32", "atom.global.add.f32", "cp.reduce.async.bulk.global.shared::cta"):
+        assert len(in_place_races(moved.replace("st.global.b32", op), tensors)) == 1
+    for op in ("ld.global.b32", "prefetch.global"):
+        assert in_place_races(moved.replace("st.global.b32", op), tensors) == []
+    branch = "	@%p2 bra 	$L__BB0_9;\n"
+    for guarded, found in ((branch, 1), (branch.replace("@%p2 ", ""), 0)):
+        jumped = (
+            moved.replace("$L__BB0_2:", f"{guarded}$L__BB0_3:").replace("$L__BB0_2", "$L__BB0_9")
+            + "$L__BB0_9:\n	ret;\n"
+        )
+        assert len(in_place_races(jumped, tensors)) == found
     two = launch_tensors(["a", "b"], [tensor, torch.empty(1)], TTGIR)
     assert [*two] == ["a", "b"] and in_place_races(moved, two) == []
 
@@ -157,10 +173,31 @@ def test_the_gate_checks_the_code_of_two_assemblers(monkeypatch: pytest.MonkeyPa
     assert re.match(r"\d+ instructions from ptxas \d+\.\d+\.\d+ use registers", extra)
 
 
-def test_an_assembler_refuses_wrong_ptx_and_skips_newer_ptx() -> None:
+def test_the_newest_assembler_is_chosen_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels = [tmp_path / f"cu{major}" / "bin" / "ptxas" for major in (12, 13)]
+    for wheel in wheels:
+        wheel.parent.mkdir(parents=True)
+        wheel.touch()
+    versions = {wheels[0]: (12, 9, 8), wheels[1]: (12, 10, 1), Path("triton-80"): (12, 9), Path("triton-100"): (9, 99)}
+    monkeypatch.setattr(assemblers, "triton_assembler", lambda arch: Path(f"triton-{arch}"))
+    monkeypatch.setattr(assemblers, "assembler_version", versions.__getitem__)
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    for spec, newest in ((package, wheels[1]), (SimpleNamespace(submodule_search_locations=None), Path("triton-80"))):
+        monkeypatch.setattr(assemblers, "find_spec", lambda name, spec=spec: spec)
+        assert newest_assembler() == newest
+    versions[Path("triton-100")] = (13, 0)
+    assert newest_assembler() == Path("triton-100")
+
+
+def test_an_assembler_refuses_wrong_ptx_and_skips_newer_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, run = list[list[str]](), subprocess.run
+    monkeypatch.setattr(
+        assemblers.subprocess, "run", lambda command, **how: commands.append(command) or run(command, **how)
+    )
     ptx = ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry kernel() { ret; }\n"
     newest = newest_assembler()
     assert assemble(ptx, newest)
+    assert commands[-1][1:3] == ["--regAllocOptLevel=2", "--gpu-name=sm_90a"], "as Triton calls it"
     assert assemble(ptx.replace("8.0", "99.0"), newest) is None
     with pytest.raises(RuntimeError, match="rejects the kernel"):
         assemble(ptx.replace("ret", "rot"), newest)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
+from ringattn.bench.common.result import Result
 from ringattn.bench.report.command import write_report
-from ringattn.conformance import reproduce
+from ringattn.conformance import command, merge, model, referee, reproduce
 from ringattn.conformance.cases import Case
-from ringattn.conformance.referee import WRONG
+from ringattn.conformance.referee import RAISES, REFUSED, RIGHT, WRONG, Outcome, Referee
 
 from ..support import bad_targets
 from ..support.baselines import exact_with_sink
@@ -46,14 +51,125 @@ def test_the_command_writes_results_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_refused_arguments() -> None:
+def test_refused_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for arguments, text in (
         ([], "Name one of"), (["a", "--model", "b"], "Name one of"), (["no.such"], "be imported"),
         (["--merge", "a:b", "--only", "c"], "--only cannot be used with --merge"),
+        (["a", "--world", "1,65"], "--world is 65: it must be at most 64"), (["a", "--world", "0"], "--world"),
+        (["a", "--device", "cuda", "--world", "1,2"], "--world is 2: this machine has 1 GPUs"),
+        (["a", "--device", "tpu"], "tpu"),
+        (["--model", "a", "--minutes", "2"], "--minutes cannot be used with --model"),
         ([f"{BAD}:attend", "--world", "1", "--only", "nowhere"], "--only is 'nowhere'"),
     ):  # fmt: skip
         ran = CliRunner().invoke(cli.app, ["conformance", *arguments])
         assert ran.exit_code == 2 and text in ran.output
+
+
+class ReadyReferee:
+    """Stand-in for a referee with a list of verdicts."""
+
+    def __init__(self, *outcomes: Outcome, run: int = 99) -> None:
+        self.target, self.seed, self.device, self._outcomes, self._run = "a.ring", 5, "cpu", outcomes, run
+        self.log = list[Any]()
+
+    def describe(self) -> tuple[str, list[Case], dict[Case, str]]:
+        return "2.0", [outcome.case for outcome in self._outcomes], {Case("prefix"): "it does not"}
+
+    def outcomes(self, cases: list[Case], seconds: float) -> Iterator[Outcome]:
+        self.log.append((cases, seconds))
+        yield from [outcome for outcome in self._outcomes if outcome.case in cases][: self._run]
+
+    def shards(self, case: Case) -> list[list[int]]:
+        return [[0], [1]] if case.dtype == "float32" else []
+
+
+OUTCOMES = [
+    Outcome(Case(), RIGHT, error=0.5), Outcome(Case("window"), WRONG, "dk is 2 dk (4 pairs)", "dk of rank 0", inf),
+    Outcome(Case("full"), WRONG, "dk is 2 dk (7 pairs)", "dk of rank 1", 3.0, "told", "noted"),
+    Outcome(Case(dtype="float16"), RAISES, message="KeyError: 'a'"), Outcome(Case(world=1), REFUSED, message="rank"),
+    Outcome(Case(scores="dropout"), WRONG, "dropout"),
+]  # fmt: skip
+
+
+def judge_ready(judging: ReadyReferee, seconds: float, only: str, out: Path | None) -> tuple[Result, str]:
+    return command.judge_cases(cast(Referee, judging), seconds, only, out)
+
+
+def test_a_run_reports_every_verdict_and_continues_its_journal(tmp_path: Path) -> None:
+    first = ReadyReferee(*OUTCOMES, run=2)
+    result, _ = judge_ready(first, 60.0, "", tmp_path)
+    assert first.log == [([outcome.case for outcome in OUTCOMES], 60.0)]
+    assert result.notes[:2] == ["a.ring: 2.0, seed 5, cpu", "4 cases were not run: --minutes is over"]
+    more = ReadyReferee(*OUTCOMES)
+    result, text = judge_ready(more, 7.0, "", tmp_path)
+    assert more.log == [([outcome.case for outcome in OUTCOMES[2:]], 7.0)]
+    refused = Outcome(Case("prefix"), REFUSED, message="it does not")
+    expected = [replace(outcome, error=None if outcome.error == inf else outcome.error) for outcome in OUTCOMES]
+    assert result.rows == [outcome.as_row() for outcome in [*expected, refused]]
+    assert result.failed == [expected[at].sentence() for at in (1, 3, 5)], "one of each kind"
+    (written,) = tmp_path.glob("reproductions/*.py")
+    assert f"reproduction: {written}" in result.notes and "2.0: window-" in written.read_text()
+    assert result.notes[-1] == "1 right, 3 wrong, 1 raises, 1 refused" and "dk of rank 0" in result.failed[0]
+    lines = {name: counts for name, *counts in (line.rsplit(maxsplit=4) for line in text.splitlines())}
+    assert text.splitlines()[0].split() == ["right", "wrong", "refused", "raises"]
+    table = {line[:28].strip(): line[28:] for line in text.splitlines() if len(line) == 64}
+    assert lines and table["world 1"].split() == ["1"] and table["all"].split() == ["1", "3", "2", "1"]
+    assert table["mask causal"].split() == ["1", "1", "1", "1"] and table["mask full"].strip() == "1"
+    assert table["mask full"].index("1") == 17 and table["mask prefix"].index("1") == 26
+    for judging, only, failed in ((ReadyReferee(*OUTCOMES, run=0), "", ["no case was run"]), (more, "world", None)):
+        if failed is None:
+            with pytest.raises(typer.BadParameter, match="--only is 'world'"):
+                judge_ready(judging, 1.0, only, None)
+        else:
+            assert judge_ready(judging, 1.0, only, None)[0].failed == failed
+    part, _ = judge_ready(ReadyReferee(*OUTCOMES), 1.0, "-1-float32", None)
+    assert [row["world"] for row in part.rows] == [1, 2] and not part.failed
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_options_reach_the_referee(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = list[Any]()
+
+    class Opened(ReadyReferee):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__()
+            calls.append((*arguments, named))
+
+        def __enter__(self) -> Opened:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            calls.append("closed")
+
+    def judged(kind: str) -> Any:
+        def judge(referee: Any, *how: Any) -> Any:
+            calls.append((kind, *how))
+            result = Result(kind, {"x": ""}, [{"x": 1}])
+            return (result, "text") if how else result
+
+        return judge
+
+    monkeypatch.setattr(referee, "Referee", Opened)
+    monkeypatch.setattr(merge, "judge_merge", judged("merge"))
+    monkeypatch.setattr(model, "judge_model", judged("model"))
+    monkeypatch.setattr(command, "judge_cases", judged("cases"))
+    some = ["--seed", "3", "--deadline", "7", "--device", "cpu"]
+    named = {"worlds": [2, 1], "seed": 3, "deadline": 7.0, "device": "cpu"}
+    folder = tmp_path / "new" / "out"
+    for arguments, opened, judged_call in (
+        (["a", "--world", "2,1", "--minutes", "2", "--only", "x", "--out", str(folder)], ("a", named),
+         ("cases", 120.0, "x", folder)),
+        (["--model", "b", "--world", "2,1"], ("b", named), ("model",)),
+        (["--merge", "c"], ("c", named | {"worlds": [1, 2, 3, 4, 5, 6]}), ("merge",)),
+        (["a"], ("a", named | {"worlds": [1, 2, 3, 4, 5, 6]}), ("cases", 600.0, "", None)),
+    ):  # fmt: skip
+        calls.clear()
+        ran = CliRunner().invoke(cli.app, ["conformance", *arguments, *some])
+        assert ran.exit_code == 0, ran.output
+        assert calls == [opened, judged_call, "closed"]
+    assert json.loads((folder / "conformance.json").read_text())["provenance"]["versions"]
 
 
 CASES = [
@@ -66,9 +182,11 @@ CASES = [
 def test_a_reproduction_has_the_same_inputs_and_the_truth_of_the_reference(case: Case, tmp_path: Path) -> None:
     positions = [[*range(case.tokens // 2)], [*range(case.tokens // 2, case.tokens)]]
     target = "lucidrains" if case.dtype == "float32" else "zhuzilin"  # whose adapter uses another file
-    path = reproduce.write_reproduction(tmp_path, target, 'a "title"', case, positions)
+    path = reproduce.write_reproduction(tmp_path, target, 'a """title""" \\N', case, positions)
     scope: dict[str, Any] = {"__name__": "a copy"}
     exec(compile(path.read_text(), path.name, "exec"), scope)
+    assert scope["__doc__"].startswith("a '''title''' /N\n")
+    assert f"draw_whole(call, {case.input_seed})" in path.read_text() and scope["POSITIONS"] == positions
     call, ours = SimpleNamespace(**scope["CALL"]), case.inputs()
     whole = scope["draw_whole"](call, case.input_seed)
     assert whole.keys() == ours.keys() and all(torch.equal(whole[name], ours[name]) for name in whole)

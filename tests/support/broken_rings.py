@@ -26,10 +26,10 @@ from ringattn.reference.scores import ScoreOptions, apply_score_options, dropout
 
 DEFECTS = {
     "document": causes.DOCUMENT, "future": causes.FUTURE, "window": causes.WINDOW_EDGE, "sink": causes.SINK,
-    "lse": causes.BASE_2, "scale": causes.SCALE_TWICE, "heads": causes.HEADS, "unreduced": causes.LOCAL,
-    "shard": causes.SHIFTED, "stale": causes.STALE, "zero": causes.ZERO, "nan": causes.NOT_FINITE,
-    "dropout": causes.DROPOUT_WORLD, "merge": causes.UNSCALED, "padding": causes.PADDING, "unseen": causes.UNSEEN,
-    "factor": "dk is 2 dk", "misrouted": causes.MISROUTED,
+    "sinks": causes.SINK_PER_HOP, "lse": causes.BASE_2, "scale": causes.SCALE_TWICE, "heads": causes.HEADS,
+    "unreduced": causes.LOCAL, "shard": causes.SHIFTED, "stale": causes.STALE, "zero": causes.ZERO,
+    "nan": causes.NOT_FINITE, "dropout": causes.DROPOUT_WORLD, "merge": causes.UNSCALED, "padding": causes.PADDING,
+    "unseen": causes.UNSEEN, "factor": "dk is 2 dk", "misrouted": causes.MISROUTED,
 }  # fmt: skip
 """The cause that each defect must be given."""
 
@@ -106,13 +106,15 @@ class BrokenRing(torch.autograd.Function):
         ctx.call, ctx.defect = call, defect
         out = q.new_zeros(q.shape[0], call.heads, q.shape[1], v.shape[-1], dtype=torch.float32)
         lse = out.new_full(out.shape[:3], -torch.inf)
-        if sink is not None and defect != "sink":
+        if sink is not None and defect not in ("sink", "sinks"):
             lse = sink[None, :, None].expand_as(lse).clone()
         kv = [k, v]
         for hop in range(call.world):
             owner = (call.rank - hop) % call.world
             block = Block(defect, q, kv[0], call, owner)
             new = block.scores.logsumexp(-1)
+            if sink is not None and defect == "sinks":
+                new = torch.logaddexp(new, sink[None, :, None])
             total = torch.logaddexp(lse, new)
             pivot = total.masked_fill(total == -torch.inf, 0.0)
             part = (block.scores - pivot[..., None]).exp() * block.factors @ block.by_head(kv[1], block.heads)

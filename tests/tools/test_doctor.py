@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from typer.testing import CliRunner, Result
 
 from ringattn.bench import cli
@@ -20,15 +22,18 @@ from ringattn.bench.common.launching import launch_processes
 from ringattn.bench.common.ranks import launched_rank
 from ringattn.bench.common.result import read_result
 from ringattn.bench.links.measure import RankTransfers
-from ringattn.comm import LocalTransport, TransportError, open_transports
+from ringattn.comm import LocalTransport, LocalWorld, TransportError, open_transports
 from ringattn.comm.topology import nvml
-from ringattn.comm.topology.nvml import DeviceInfo
+from ringattn.comm.topology.nvml import DeviceInfo, Nic
 from ringattn.comm.topology.topology import Topology, ring_topology
 from ringattn.comm.transports import nccl
 from ringattn.comm.transports.nccl import loaded_libraries
 from ringattn.ring import ring_attention
+from ringattn.ring.adopted import KernelVerdict
 from ringattn.tools.doctor import findings, machine
 from ringattn.tools.doctor import ring as doctor_ring
+from ringattn.tools.doctor.adoption import UNITS as ADOPTION_UNITS
+from ringattn.tools.doctor.adoption import describe_record, table_row
 from ringattn.tools.doctor.findings import FAIL, OK, SKIPPED, Finding
 
 from ..support.clusters import cpus, hgx
@@ -268,6 +273,7 @@ def test_two_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 TORCH_14 = {**HEALTHY, "versions": {**HEALTHY["versions"], "torch": "2.14", "driver": "570"}}  # type: ignore[dict-item]
 TRITON_38 = {**HEALTHY, "versions": {**HEALTHY["versions"], "triton": "3.8"}}  # type: ignore[dict-item]
+OLD_DRIVER = {**HEALTHY, "versions": {**HEALTHY["versions"], "driver": "570"}}  # type: ignore[dict-item]
 OTHER_NCCL = {**HEALTHY, "libraries": [["/y/libnccl.so.2", "2.27.3"]]}
 NO_NCCL = {**HEALTHY, "libraries": []}
 UNKNOWN = "NVML does not know GPU-7, which torch calls cuda:0 (NVMLError)"
@@ -280,6 +286,7 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
 @pytest.mark.parametrize(("finding", "status", "text"), [
     (machine.check_versions([HEALTHY, HEALTHY]), OK, "torch 2.13, triton 3.7, driver 580, Python 3.11"),
     (machine.check_versions([HEALTHY, HEALTHY, TORCH_14]), FAIL, "torch ranks 0 and 1: 2.13; rank 2: 2.14"),
+    (machine.check_versions([HEALTHY, OLD_DRIVER]), OK, "driver rank 0: 580; rank 1: 570, Python 3.11"),
     (machine.check_versions([HEALTHY, TRITON_38]), FAIL, "rank 1: 3.8"),
     (machine.check_assembler([HEALTHY]), OK, "ptxas 12.8.93 for sm_90; before 13.1 it may generate wrong code"),
     (machine.check_assembler([{**HEALTHY, "assembler": [90, [13, 1, 80]]}]), OK, "ptxas 13.1.80 for sm_90"),
@@ -298,6 +305,17 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_gpus(unknown_gpu(UNKNOWN), on_gpu=True), FAIL, f"rank 1: {UNKNOWN}"),
     (machine.check_gpus(unknown_gpu("no pynvml"), on_gpu=True), SKIPPED, "rank 1: no pynvml"),
     (machine.check_links(hgx("a") + hgx("b")), OK, "56 pairs over NVLink 4 x18 switch; PCIe slots of 64 GB/s nominal"),
+    (machine.check_libraries([NO_NCCL], on_gpu=True), SKIPPED, "none is loaded: torch links it statically"),
+    (machine.check_libraries([HEALTHY] * 2, on_gpu=True), OK, "2.29.7, /x/libnccl.so.2"),
+    (machine.check_cupy([HEALTHY]), OK, "can use NCCL"),
+    (machine.check_assembler([{**HEALTHY, "assembler": [90, [13, 0, 88]]}]), OK, "13.0.88 for sm_90; before 13.1"),
+    (machine.check_gpus([replace(hgx("a")[0], host=host) for host in "ab"], on_gpu=True), OK, "2 x H100, matched"),
+    (machine.check_links(hgx("a")[:1]), OK, "PCIe slots of 64 GB/s nominal"),
+    (machine.check_links(cpus("a", 2)), SKIPPED, "cpu is not a GPU"),
+    (machine.check_nics([replace(hgx("a")[0], nics=(Nic("a", 400, ()), Nic("b", 0, ())))]), OK,
+     "a 400 Gbit/s, b of unknown rate"),
+    (machine.check_settings([{**HEALTHY, "settings": {machine.IMPLICIT_ORDER: ""}}]), OK, machine.ORDER_HINT),
+    (machine.check_settings([NO_NCCL]), OK, "none set"),
     (machine.check_nics(cpus("a", 2)), SKIPPED, "/sys shows none"),
     (machine.check_nics(hgx("a") + hgx("b", adapters=2)), OK, "; hosts have 2 different sets of NICs"),
     (
@@ -310,6 +328,8 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
 def test_machine_checks_report_status_and_advice(finding: Finding, status: str, text: str) -> None:
     assert finding.status == status and text in finding.text, finding
     assert bool(finding.todo) == (status == FAIL)
+    assert (machine.ASSEMBLER_HINT in finding.text) == ("before 13.1" in text)
+    assert machine.ORDER_HINT not in finding.text or ("libnccl" not in str(NO_NCCL) and text != "none set")
     assert f"{machine.IMPLICIT_ORDER}=1; " not in finding.text
 
 
@@ -323,6 +343,106 @@ def test_c_compiler_is_the_one_that_triton_uses(monkeypatch: pytest.MonkeyPatch,
     assert machine.find_c_compiler() == str(tmp_path / "mycc")
     monkeypatch.setenv("CC", "absent")
     assert machine.find_c_compiler() == ""
+    monkeypatch.setattr(triton.knobs.build, "impl", lambda *_: "")
+    assert machine.find_c_compiler() == "triton.knobs.build.impl"
+
+
+def test_the_version_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(number: Any) -> int:
+        number._obj.value = 22907
+        return 0
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda path: SimpleNamespace(ncclGetVersion=read))
+    assert machine._library_version(Path("x")) == "2.29.7"
+
+
+def test_every_rank_of_a_launcher_takes_part(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    steps, devices, adopted = list[Any](), list[Any](), list[Any]()
+
+    def silent(control: object, device: object) -> Topology:
+        raise TransportError("gone")
+
+    monkeypatch.setattr(doctor_ring, "discover_topology", silent)
+    for is_alone in (False, True):
+        ranks: Any = SimpleNamespace(
+            control=None, device=None, alone=is_alone, merge_on_rank_0=lambda key, work: steps.append((key, work()))
+        )
+        (finding,) = doctor_ring.check_job(ranks, 128, "float32", 1)
+        assert finding.status == FAIL and steps == ([("the end of the checks", None)])
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+    @contextmanager
+    def no_group(place: Any, device: torch.device) -> Iterator[None]:
+        devices.append((place, device))
+        raise ConnectionError("refused")
+        yield
+
+    monkeypatch.setattr("ringattn.bench.common.process_group.process_group", no_group)
+    monkeypatch.setattr("ringattn.tools.doctor.adoption.adopt_kernels", adopted.append)
+    assert run("--adopt").stdout == "" and not adopted
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        result = run("--json", str(target))
+        assert result.exit_code == 1 and ("rendezvous: ConnectionError: refused" in result.stdout) is (rank == "0")
+    assert checks(target) == {"rendezvous": "FAIL ConnectionError: refused"}
+    assert [(place.rank, place.world, device.type) for place, device in devices] == [(1, 2, "cpu"), (0, 2, "cpu")]
+    CliRunner().invoke(cli.app, ["doctor", "--adopt"])
+    assert adopted == [torch.device("cpu")]
+
+
+def test_the_best_kernel_of_each_kind_is_listed() -> None:
+    def verdict(name: str, seconds: float | None, **changes: Any) -> KernelVerdict:
+        fields = {"phase": "forward", "dtype": "bf16", "head_dim": 64, "passed": True, "reason": "", "repeatable": True}
+        times = {"seconds": seconds, "portable_seconds": seconds and 6e-3, "spread": seconds and 1e-4}
+        return KernelVerdict(name, {}, **{"adopted": True, **fields, **times, **changes})
+
+    verdicts = [
+        verdict("a", 3e-3), verdict("b", 2e-3), verdict("c", 4e-3), verdict("b", 3e-3, phase="training"),
+        verdict("a", 5e-3, head_dim=128), verdict("d", 7e-3, adopted=False, reason="slow " * 30),
+        verdict("e", None, adopted=False, passed=False, repeatable=False, reason="wrong"),
+        verdict("d", 7e-3, adopted=False, reason="another", head_dim=128),
+    ]  # fmt: skip
+    record: Any = SimpleNamespace(verdicts=verdicts)
+    assert describe_record(record) == [
+        "adopted: forward bf16 D64 b (3.00x), training bf16 D64 b (2.00x), forward bf16 D128 a (1.20x)",
+        f"not adopted for every call: d ({('slow ' * 30)[:70]}); e (wrong)",
+    ]
+    assert describe_record(SimpleNamespace(verdicts=[])) == ["adopted: none"]  # type: ignore[arg-type]
+    assert [[*table_row(verdicts[at]).values()] for at in (1, 5, 6)] == [
+        ["b", "forward", "bf16", 64, "adopted", 2.0, 6.0, True, ""],
+        ["d", "forward", "bf16", 64, "passed", 7.0, 6.0, True, "slow " * 30],
+        ["e", "forward", "bf16", 64, "failed", None, None, None, "wrong"],
+    ]
+    assert [*table_row(verdicts[0])] == [*ADOPTION_UNITS]
+
+
+def test_edges_between_nodes_are_timed_on_their_own_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, used = Topology.grid(2, 2), dict[Any, Any]()
+
+    class Transfers:
+        def __init__(self, transport: str, way: Any, nbytes: int, device: Any) -> None:
+            used[way.edge] = transport
+            assert nbytes == 640
+
+        def count_wrong_bytes(self, number: int) -> int:
+            return 0
+
+        def run(self, count: int) -> None:
+            assert count == doctor_ring.REPEATS
+
+    monkeypatch.setattr(doctor_ring, "RankTransfers", Transfers)
+    for transports in (["inside", "between"], ["only"]):
+        used.clear()
+        for rank in range(4):
+            ranks: Any = SimpleNamespace(
+                rank=rank, device=None, merge_on_rank_0=lambda what, do, merge=lambda values: None: merge([do()] * 4)
+            )
+            doctor_ring._edge_speeds(ranks, ring, transports, 640)  # type: ignore[arg-type]
+        assert len(used) == len({edge[:2] for edge in ring.edges})
+        for edge in ring.edges:
+            (name,) = (name for way, name in used.items() if str(way) == f"{edge.source}->{edge.destination}")
+            assert name == transports[min(edge.level, len(transports) - 1)]
 
 
 def test_edges_of_a_round_share_no_node() -> None:
@@ -343,8 +463,15 @@ def test_number_of_warmed_edges() -> None:
 
 
 def test_one_token_per_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_ring, "check_job", lambda *_: iter(()))
+    dtypes = list[str]()
+    monkeypatch.setattr(doctor_ring, "check_job", lambda ranks, tokens, dtype, nbytes: dtypes.append(dtype) or iter(()))
     assert [run("--world", "3", "--seqlen", tokens).exit_code for tokens in ("2", "3")] == [2, 0]
+    assert {*dtypes} == {"float32"}
+    run("--world", "3", "--seqlen", "3", "--dtype", "fp16")
+    monkeypatch.setattr("ringattn.comm.LocalWorld", partial(LocalWorld, device="cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    run("--world", "3", "--seqlen", "3")
+    assert dtypes == ["float32"] * 3 + ["float16"] * 3 + ["bfloat16"] * 3
 
 
 def test_each_level_warms_its_own_edges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +512,10 @@ def test_versions_of_cuda_and_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
 def test_texts_of_findings() -> None:
     finding = Finding("a check", FAIL, "broken", "mend it")
     assert str(finding) == "FAIL     a check: broken"
+    long = Finding("a check", SKIPPED, "word " * 20 + "\n  second line")
+    assert str(long).splitlines() == [
+        f"skipped  a check: {'word ' * 12}".rstrip(), f"         {'word ' * 8}".rstrip(), "           second line",
+    ]  # fmt: skip
     assert findings.closing_lines([finding, Finding("b", OK, "")])[-1] == "what to do: mend it"
     assert findings.text_by_rank(["", "x", "y", "x"]) == "ranks 1 and 3: x; rank 2: y"
     assert findings.list_ranks(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
@@ -219,8 +220,15 @@ def test_a_zigzag_per_document(target: Path) -> None:
     assert call["spans"] == [[[*span] for span in spans] for spans in expected]
 
 
-def test_a_packed_layout(target: Path) -> None:
-    _, call = written("--seqlen 24 --world 4 --nodes 2 --cu-seqlens 0,8,24 --window 3,0 --packed", target)
+def test_a_packed_layout(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, groups = Layout.packed, list[int]()
+    monkeypatch.setattr(
+        Layout, "packed", lambda *how, **named: groups.append(named["heads_per_kv_head"]) or packed(*how, **named)
+    )
+    flags = "--seqlen 24 --world 4 --nodes 2 --cu-seqlens 0,8,24 --window 3,0 --packed"
+    _, call = written(f"{flags} --heads 6 --kv-heads 2", target)
+    assert groups == [3]
+    monkeypatch.undo()
     masks, topology = [(Mask(causal=True, window=(3, 0)), 1)], Topology.grid(2, 2)
     expected = Layout.packed([0, 8, 24], 4, masks=masks, topology=topology).spans_per_rank
     assert call["spans"] == [[[*span] for span in spans] for spans in expected] and call["layout"] == "packed"
@@ -263,7 +271,7 @@ PICTURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "name", "begins"), rest_nightly(PICTURES, PICTURES[0], PICTURES[3]))
+@pytest.mark.parametrize(("flags", "name", "begins"), rest_nightly(PICTURES, PICTURES[0]))
 def test_pictures_are_written_in_the_format_of_the_file_name(
     flags: str, name: str, begins: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,13 +280,50 @@ def test_pictures_are_written_in_the_format_of_the_file_name(
     assert Path(name).read_bytes().startswith(begins)
 
 
-def test_picture_shows_the_mask_and_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_labels_every_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
-    monkeypatch.setattr(pictures, "write_figure", lambda figure, *_: figures.append(figure))
-    run("--world 8 --seqlen 1k --layout contiguous --window 100,0 --out x.png")
-    mask, schedule, *_ = figures[0].axes
-    assert mask.get_title().startswith("mask: ") and schedule.get_title().startswith("schedule: ")
-    assert ([*schedule.get_xticks()], [*schedule.get_yticks()]) == ([0, 1], [*range(8)])
+    monkeypatch.setattr(pictures, "write_figure", lambda figure, out, dpi: figures.append(figure))
+    layout, mask = Layout.contiguous(96, 4), Mask(causal=True, window=(40, 0))
+    call = call_of(layout, mask, nodes=2)
+    pictures.draw_call(call, Path("x.png"))
+    (image,), (grid,) = (axes.images for axes in figures[0].axes[:2])
+    assert image.get_clim() == (-0.5, call.schedule.count - 0.5) and grid.get_clim() == (0, 1)
+    _, cells = mask_cells(call, pictures.CELLS)
+    assert np.array_equal(image.get_array().filled(-1), cells)
+    assert np.allclose(grid.get_array().filled(0), call.pairs / call.pairs.max())
+    assert figures[0].get_layout_engine() is not None
+    mask_axes, schedule = figures[0].axes[:2]
+    assert mask_axes.get_title().startswith("mask: ") and schedule.get_title().startswith("schedule: ")
+    assert ([*schedule.get_xticks()], [*schedule.get_yticks()]) == ([*range(call.schedule.count)], [*range(4)])
+    texts = {(text.get_position(), text.get_text()) for text in schedule.texts}
+    for rank in range(4):
+        for hop in call.schedule.hops(rank):
+            arrows = [f"→ {hop.kv_to}"] * (hop.kv_to is not None) + [f"» {hop.rail_to}"] * (hop.rail_to is not None)
+            label = f"{hop.shard}" if hop.computes else f"({hop.shard})" if hop.kv_from is not None else None
+            assert label is None or ((hop.index, rank), label) in texts
+            assert any("  ".join(arrows) == text for _, text in texts)
+            assert not hop.computes or ((hop.index, rank), str(call.pairs[rank, hop.index])) in texts
+    lines = sorted([*map(tuple, line)] for found in schedule.collections for line in found.get_segments())
+    inner = call.schedule.inner
+    assert lines == [[(-0.5, 1.5), (call.schedule.count - 0.5, 1.5)], [(inner - 0.5, -0.5), (inner - 0.5, 3.5)]]
+    assert pictures._ticks(12) == [*range(12)] and pictures._ticks(13) == [0, 2, 4, 6, 8, 10, 12]
+
+
+def test_a_picture_says_that_stripes_are_drawn_wider() -> None:
+    for layout, is_wider in (
+        (Layout.striped(1024, 4), True),
+        (Layout.contiguous(1024, 4), False),
+        (Layout.striped(64, 4), False),
+    ):
+        axes: Any = Figure().add_subplot()
+        pictures._draw_mask(call_of(layout, Mask(causal=True)), axes)
+        assert ("stripes" in axes.get_title()) is is_wider
+
+
+def test_only_the_first_rank_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run("--seqlen 64") == ""
 
 
 def test_each_hop_number_has_one_character() -> None:
@@ -292,6 +337,7 @@ def test_each_hop_number_has_one_character() -> None:
     ("--seqlen 1m --world 2k", "1,048,576 tokens over 2,048 ranks are too many"),
     ("--world 2k --json -", "over 2,048 ranks are too many: they need 18.9 GB"),
     ("--lengths 1k --world 2", "--world and --lengths cannot be used together"),
+    ("--heads 6 --kv-heads 4", "--heads is 6: it must be a multiple of --kv-heads, 4"),
     ("--direction 3", "direction is 3: it must be 1"),
     ("--world 8 --nodes 3", "nodes is 3: it must divide 8 ranks into equal nodes of at least 2"),
     ("--world 4 --nodes 4", "nodes is 4: it must divide 4 ranks into equal nodes of at least 2"),
