@@ -188,12 +188,19 @@ def test_checkpointed_layers(reentrant: bool) -> None:
 
 
 def test_checkpointed_layers_in_torch_autograd_functions() -> None:
-    qkv = [x.requires_grad_() for x in tensors(8)]
-    with ring_sdpa("contiguous"):
-        out = checkpoint(lambda *qkv: SDPA(*(2 * x for x in qkv)), *qkv, use_reentrant=False)
-        grads = torch.autograd.grad(out.sum(), qkv, retain_graph=True)
-        torch.autograd.backward(out.sum())
-    assert all(grad.equal(cast(Tensor, x.grad)) for x, grad in zip(qkv, grads, strict=True))
+    layout, whole = Layout.contiguous(8, 2), tensors(8)
+
+    def rank(group: Any) -> list[Tensor]:
+        qkv = [layout.shard(x, group.rank(), 2).requires_grad_() for x in whole]
+        with ring_sdpa(layout, group):
+            out = checkpoint(lambda *qkv: SDPA(*(2 * x for x in qkv)), *qkv, use_reentrant=False)
+            grads = torch.autograd.grad(out.sum(), qkv, retain_graph=True)
+            torch.autograd.backward(out.sum())
+        assert all(grad.equal(cast(Tensor, x.grad)) for x, grad in zip(qkv, grads, strict=True))
+        return [*grads]
+
+    grads = [layout.unshard(shards, 2) for shards in zip(*run_ranks(2, rank), strict=True)]
+    assert_close(grads, [2 * grad for grad in alone([2 * x for x in whole], torch.float32)[1:]])
 
 
 def test_backward_of_checkpointed_layers_outside_ring_sdpa_raises() -> None:

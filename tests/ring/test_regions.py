@@ -145,3 +145,11 @@ def test_wide_windows_use_the_operator() -> None:
         200: {RegionKind.BLOCKWISE},
         cutting.NARROW_KEYS: {RegionKind.ANTICAUSAL, RegionKind.RECTANGLE, RegionKind.CAUSAL},
     }
+
+
+def test_exact_regions_are_cached_apart() -> None:
+    bounds = Bounds(torch.arange(16, dtype=torch.int32) // 2, torch.arange(1, 17, dtype=torch.int32))
+    found = [regions(bounds, 16, 16, exact=exact) for exact in (False, True)]
+    kinds = [{region.kind for region in each} for each in found]
+    assert RegionKind.BLOCKWISE in kinds[0] and RegionKind.BLOCKWISE not in kinds[1]
+    assert found == [regions(bounds, 16, 16, exact=exact) for exact in (False, True)]

@@ -177,7 +177,7 @@ def test_a_wait_splits_the_compute_span(monkeypatch: pytest.MonkeyPatch) -> None
         ("wait", 1, 2),
         ("compute", 2, 3),
     ]
-    assert (trace.seconds("compute"), trace.seconds("wait", 3), trace.seconds("wait", 1)) == (2, 1, 0)
+    assert trace.seconds("compute") == 2 and [trace.seconds("wait", hop) for hop in (3, 1, 0)] == [1, 0, 0]
 
 
 def test_gpu_times_come_from_events_on_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:

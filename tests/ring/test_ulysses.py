@@ -334,10 +334,10 @@ def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
     """Without a ring argument, the last open ring with a deadline counts."""
 
     def on_rank(group: LocalGroup) -> None:
-        mesh, cpu = group.mesh(2, 2), torch.device("cpu")
+        mesh, cpu = group.mesh(3, 2), torch.device("cpu")
         lines = mesh.ring, mesh.ulysses
         first, second = Ring(mesh.ring, deadline=50.0), Ring(mesh.ring, deadline=70.0)
-        assert first._get_control().names == [0, 1]  # not part of a mesh yet
+        assert first._get_control().names == [0, 1, 2]  # not part of a mesh yet
         for ring, others in (
             (first, resolve_mesh_rings(lines, cpu, first)),
             (second, resolve_mesh_rings(lines, cpu, second)),
@@ -347,7 +347,7 @@ def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
         assert [ring.deadline for ring in resolve_mesh_rings(lines, cpu)] == [70.0, 70.0]
         column, row = group.rank() % 2, group.rank() // 2
         names = [ring._get_control().names for ring in resolve_mesh_rings(lines, cpu, first)]
-        assert names == [[column, column + 2], [2 * row, 2 * row + 1]]
+        assert names == [[column, column + 2, column + 4], [2 * row, 2 * row + 1]]
         assert default_ring(mesh.ring, cpu).deadline == 70.0 and default_ring(mesh.ulysses, cpu).deadline is None
         leaves = qkv(group)
         out = attend(mesh, *leaves, ring=second)
@@ -360,7 +360,7 @@ def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
         assert exchange._closed
         assert out.equal(attend(mesh, *leaves))
 
-    run_ranks(4, on_rank)
+    run_ranks(6, on_rank)
 
 
 @pytest.mark.parametrize("moment", ["a new call", "a known call", "shard", "unshard"])

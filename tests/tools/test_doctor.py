@@ -275,6 +275,7 @@ TORCH_14 = {**HEALTHY, "versions": {**HEALTHY["versions"], "torch": "2.14", "dri
 TRITON_38 = {**HEALTHY, "versions": {**HEALTHY["versions"], "triton": "3.8"}}  # type: ignore[dict-item]
 OLD_DRIVER = {**HEALTHY, "versions": {**HEALTHY["versions"], "driver": "570"}}  # type: ignore[dict-item]
 OTHER_NCCL = {**HEALTHY, "libraries": [["/y/libnccl.so.2", "2.27.3"]]}
+TWO_NCCL = {**HEALTHY, "libraries": [*HEALTHY["libraries"], *OTHER_NCCL["libraries"]]}  # type: ignore[misc]
 NO_NCCL = {**HEALTHY, "libraries": []}
 UNKNOWN = "NVML does not know GPU-7, which torch calls cuda:0 (NVMLError)"
 
@@ -292,6 +293,7 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_assembler([{**HEALTHY, "assembler": [90, [13, 1, 80]]}]), OK, "ptxas 13.1.80 for sm_90"),
     (machine.check_assembler([{**HEALTHY, "assembler": [0x942, []]}]), OK, "LLVM for gfx942"),
     (machine.check_libraries([HEALTHY, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
+    (machine.check_libraries([HEALTHY, TWO_NCCL], on_gpu=True), FAIL, "rank 1 has 2 loaded: /x/libnccl.so.2"),
     (machine.check_libraries([NO_NCCL], on_gpu=False), SKIPPED, "none is loaded: nothing on a CPU loads it"),
     (machine.check_cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "cannot use NCCL: rank 1: no CuPy"),
     (machine.check_c_compiler([{**HEALTHY, "c_compiler": "/bin/gcc"}], on_gpu=True), OK, "/bin/gcc"),
