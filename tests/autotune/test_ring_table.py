@@ -33,6 +33,7 @@ from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.errors import RESULTS, ErrorJudge
 from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.comm import Limits
+from ringattn.comm.topology import nvml
 from ringattn.kernels.gpu import INTERPRETER_GPU
 from ringattn.kernels.tables import RefusedTable
 
@@ -73,7 +74,7 @@ def test_the_setting_of_the_nearest_length_is_used(folders: Folders) -> None:
     assert ring_settings(POINT._replace(length=3000), H200) == newer
     assert ring_settings(POINT._replace(length=16384), H200) == DEFAULT
     others = {"world": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": "fp16", "mask": "full"}
-    assert [ring_settings(POINT._replace(**{name: value}), H200) for name, value in others.items()] == [None] * 6
+    assert [ring_settings(POINT._replace(**{name: value}), H200) for name, value in others.items()] == [None] * 6  # type: ignore[arg-type]
     assert ring_settings(POINT, None) is None
     assert save_ring(folders[0], INTERPRETER_GPU, ring_entry()).name == "cpu_rings.json"
     assert ring_settings(POINT, None) == CHUNKED
@@ -180,7 +181,7 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
         "ring_error": lambda small, ring, *_: "error of out" if (ring.chunks, small.seqlen) == (4, 2 * 192) else None,
         "ring_candidate": lambda *_: SimpleNamespace(run=lambda shards: None),
     }  # fmt: skip
-    monkeypatch.setattr(ring_search.nvml, "GpuReader", lambda device: lambda: readings)
+    monkeypatch.setattr(nvml, "GpuReader", lambda device: lambda: readings)
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(ring_search, name, stand_in)
     problem = AttentionConfig(64, 2, heads=2, kv_heads=1, head_dim=16, dtype="float32", device="cpu")
@@ -190,7 +191,7 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
     spent = ring_search.search_ring(place, torch.device("cpu"), problem, 1.0, tmp_path / "none")
     assert "incomplete" in spent.notes[0] and not (tmp_path / "none").exists()
     point = RingPoint(2, 2, 1, 16, "fp32", "bounded", 32)
-    assert tried_settings == [(candidate_settings(point, "cpu"), DEFAULT)] and sorted(closed) == [1, 4]
+    assert tried_settings == [(candidate_settings(point, "cpu"), DEFAULT)] and sorted(closed) == [1, 4]  # type: ignore[type-var]
     assert "best: Ring(" in result.notes[-1] and len(read_ring_table(tmp_path, INTERPRETER_GPU)) == (rank == 0)
 
 
@@ -199,7 +200,7 @@ def test_problems_share_the_budget(alone: None, tmp_path: Path, monkeypatch: pyt
 
     def run(world: int, work: Any, problem: AttentionConfig, budget: float, folder: Path, *, device: str) -> Any:
         calls.append((world, work, problem, budget, folder, device))
-        return ring_search.Result("tune --ring", ring_search.UNITS, [{"tokens": problem.seqlen}], notes=["found"])
+        return ring_search.Result("tune --ring", ring_search.UNITS, [{"tokens": problem.seqlen}], notes=["found"])  # type: ignore[attr-defined]
 
     monkeypatch.setattr(ring_search, "run_process_group", run)
     monkeypatch.setattr(

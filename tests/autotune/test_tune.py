@@ -498,7 +498,7 @@ def test_a_gpu_times_another_run_during_a_transfer(monkeypatch: pytest.MonkeyPat
     trials._device = torch.device("cuda")
     for _ in range(2):
         assert trials.run(tile) == TimedRun(0.5, (), {"sm_mhz": 1200.0}, 2.5)
-    stream = ("stream", device_trials.HIGH_PRIORITY)
+    stream = ("stream", device_trials.HIGH_PRIORITY)  # type: ignore[attr-defined]
     run = ["launch", stream, "launch"]
     assert log == ["launch", "launch", ("copy", "cuda", 1000), stream, "launch", *run], "one size for all"
 
@@ -518,7 +518,7 @@ def test_shards_of_the_check_are_no_multiples_of_tiles_unless_the_binary_needs_t
 def test_scores_of_timed_inputs_are_normal() -> None:
     point = TuningPoint("dq", "fp32", 16, 16, 2, "full", 40)
     trials, again = (DeviceTrials(point, SHAPE, CPU) for _ in range(2))
-    assert all(map(torch.equal, trials._check_inputs, again._check_inputs)), "every tile gets the same check"
+    assert all(map(torch.equal, trials._check_inputs, again._check_inputs)), "every tile gets the same check"  # type: ignore[arg-type]
     x, lse = trials._make("q", 2, 99), trials._make("lse", 3)
     trials._refill_inputs()
     assert lse.tolist() == pytest.approx([math.log(40) + 0.5] * 3) and 0.5 < float(x.std()) < 2.0

@@ -191,9 +191,7 @@ def test_the_newest_assembler_is_chosen_by_its_version(tmp_path: Path, monkeypat
 
 def test_an_assembler_refuses_wrong_ptx_and_skips_newer_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
     commands, run = list[list[str]](), subprocess.run
-    monkeypatch.setattr(
-        assemblers.subprocess, "run", lambda command, **how: commands.append(command) or run(command, **how)
-    )
+    monkeypatch.setattr(subprocess, "run", lambda command, **how: commands.append(command) or run(command, **how))
     ptx = ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry kernel() { ret; }\n"
     newest = newest_assembler()
     assert assemble(ptx, newest)

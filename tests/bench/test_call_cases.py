@@ -161,7 +161,7 @@ def test_cases_of_a_gpu_run_before_the_conformance_suite(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("codes", "late", "values"),
-    [([1, gpu_cases.EXIT_CODE, -9], 4.0, (0, 4.0)), ([1, 0, -9], 0.5, (1, 0.5)), ([3, 1, 0], 6.0, (2, 6.0))],
+    [([1, gpu_cases.EXIT_CODE, -9], 4.0, (0, 4.0)), ([1, 0, -9], 0.5, (1, 0.5)), ([3, 1, 0], 6.0, (2, 6.0))],  # type: ignore[attr-defined]
 )
 def test_ranks_must_end_with_an_error_soon_after_a_peer_is_killed(
     codes: list[int], late: float, values: tuple[int, float], monkeypatch: pytest.MonkeyPatch

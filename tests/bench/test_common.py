@@ -31,6 +31,7 @@ from ringattn.bench.common.attention import (
 from ringattn.bench.common.flags import PatternFlag
 from ringattn.bench.common.provenance import provenance, typed_command
 from ringattn.bench.common.timing import Samples, StepTimer, repeats_within, time_in_turns
+from ringattn.comm.topology import nvml
 
 from ..support.cuda.device import FakeCuda
 
@@ -212,10 +213,10 @@ def test_provenance_has_the_gpu_its_libraries_and_its_links(monkeypatch: pytest.
     nics = [SimpleNamespace(name="mlx5_0", gigabits=400.0), SimpleNamespace(name="eno1", gigabits=None)]
     for reason in (None, "no driver"):
         reader: Any = Mock(return_value={"sm_mhz": 1980}, reason=reason)
-        monkeypatch.setattr(origin.nvml, "GpuReader", lambda device, reader=reader: reader)
-        monkeypatch.setattr(origin.nvml, "driver_version", Mock(side_effect=OSError) if reason else lambda: "580")
-        monkeypatch.setattr(origin.nvml, "list_host_nics", lambda: nics)
-        monkeypatch.setattr(origin.nvml, "device_info", lambda device: device.index)
+        monkeypatch.setattr(nvml, "GpuReader", lambda device, reader=reader: reader)
+        monkeypatch.setattr(nvml, "driver_version", Mock(side_effect=OSError) if reason else lambda: "580")
+        monkeypatch.setattr(nvml, "list_host_nics", lambda: nics)
+        monkeypatch.setattr(nvml, "device_info", lambda device: device.index)
         monkeypatch.setattr(origin, "pairs_by_link", lambda devices: {"NVLink": devices})
         stated = provenance(GPU)
         assert stated["gpu"] == {

@@ -104,7 +104,7 @@ def test_virtual_ranks_are_compared_with_one_rank() -> None:
     assert first.name == "difference from one rank" and not first.fails
     for ring, alone, ratio in (times[:3], times[3:]):
         assert (ring.labels["by"], alone.labels["by"]) == ("ring", "one rank") and ring.value and alone.value
-        assert min(ring.spread, alone.spread) >= 0  # type: ignore[type-var]
+        assert min(ring.spread, alone.spread) >= 0  # type: ignore[operator, type-var]
         assert ratio.value == pytest.approx(ring.value / alone.value) and ratio.limit is None
 
 

@@ -99,7 +99,7 @@ def test_on_a_gpu_a_rank_sends_to_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     for one, real in ((looped, own), *zip(looped.runs, own.runs, strict=True)):
         for hop, base in zip(one.hops, real.hops, strict=True):
             peers = {name: None if getattr(base, name) is None else 0 for name in hop_posting.PEERS}
-            assert hop == replace(base, **peers)
+            assert hop == replace(base, **peers)  # type: ignore[arg-type]
         assert one.dkv_returns == {after: one.hops[base.index] for after, base in real.dkv_returns.items()}
     revised: list[Any] = []
     monkeypatch.setattr(hop_posting, "RankPasses", lambda *_, **named: revised.append(named))

@@ -381,7 +381,7 @@ def test_only_the_last_part_of_the_last_shard_is_final() -> None:
     finals: list[bool] = []
     work: Any = SimpleNamespace(fold=lambda k, v, part, scores, final: finals.append(final))
     for final in (True, False):
-        contender._fold(work, *torch.ones(2), [FULL, Bounds(None, None)], final=final)
+        contender._fold(work, *torch.ones(2), [FULL, Bounds(None, None)], final=final)  # type: ignore[arg-type, misc]
     assert finals == [False, True, False, False]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import shutil
@@ -117,7 +118,7 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
     before, place = listening(), LaunchedRank(0, 1, 0, 1)
     process_group._store.cache_clear()
     prefixes: list[str] = []
-    prefix_store = process_group.PrefixStore
+    prefix_store = process_group.PrefixStore  # type: ignore[attr-defined]
     monkeypatch.setattr(
         process_group, "PrefixStore", lambda prefix, store: prefixes.append(prefix) or prefix_store(prefix, store)
     )
@@ -138,7 +139,7 @@ def test_a_group_on_a_gpu_has_two_backends(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
-    monkeypatch.setattr(process_group, "_store", lambda place: dist.HashStore())
+    monkeypatch.setattr(process_group, "_store", lambda place: dist.HashStore())  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((*given, named)))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     place = LaunchedRank(3, 4, 1, 2)  # of two machines, whose interfaces PyTorch chooses
@@ -441,7 +442,7 @@ def test_the_first_failing_rank_is_named(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_leaves_its_result_or_its_traceback(rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launching.ctypes, "CDLL", lambda name: SimpleNamespace(prctl=print))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(prctl=print))
     monkeypatch.setattr(sys, "argv", sys.argv)  # to be restored
     monkeypatch.setenv("RANK", str(rank))
     for entry, arguments in ((divmod, (7, 2)), (divmod, (7, 0))):
@@ -457,7 +458,7 @@ def test_a_rank_whose_starter_has_died_runs_nothing(monkeypatch: pytest.MonkeyPa
     # It may die before this process asks to be killed with it.
     options: list[tuple[int, ...]] = []
     library = SimpleNamespace(prctl=lambda *option: options.append(option))
-    monkeypatch.setattr(launching.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     with pytest.raises(SystemExit) as ended:
         launching.run_rank(str(tmp_path), os.getppid() + 1)
     assert ended.value.code == 1 and options == [(1, signal.SIGKILL)] and not [*tmp_path.iterdir()]
@@ -472,7 +473,7 @@ def test_ranks_get_their_environment_and_a_session_of_their_own(alone: None, mon
         return SimpleNamespace(poll=lambda: None, kill=lambda: ended.append("kill"), wait=lambda: ended.append("wait"))
 
     ended: list[str] = []
-    monkeypatch.setattr(launching.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.setattr(launching, "gpu_sharing_environment", lambda ranks, gpus: {"SHARED": str(ranks)})
     with launching.start_processes(2, leave, "how") as (folder, _):
         call = pickle.loads((folder / "call").read_bytes())

@@ -184,13 +184,13 @@ def test_a_forward_alone_is_counted_without_gradients() -> None:
     only_dkv = RingForm(grad_wire_dtype="bfloat16")
     assert memory_table.slot_parts(config, only_dkv, backward=False) == memory_table.slot_parts(config, backward=False)
     # A mesh of rings carries out in fp32 between hops; a single group does not.
-    q, tokens, parts = 8 * 64, 8192, []
+    q, tokens, sums = 8 * 64, 8192, list[Any]()
     for degree in (4, 8):
         group = replace(config, world=8 // degree, heads=8 // degree, kv_heads=8 // degree)
         own = memory_table.candidate_bytes(memory_table.ULYSSES, config, backward=False)
         whole = memory_table.mesh_bytes(config, degree, backward=False)
-        parts.append(whole - own - memory_table.ring_slots(group, backward=False))
-    assert parts == [tokens * q * 4, 0]
+        sums.append(whole - own - memory_table.ring_slots(group, backward=False))
+    assert sums == [tokens * q * 4, 0]
 
 
 def test_a_gpu_adds_dq_of_the_whole_up_in_fp32() -> None:

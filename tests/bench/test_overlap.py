@@ -184,7 +184,7 @@ def test_every_time_is_in_the_row_of_its_ring(monkeypatch: pytest.MonkeyPatch) -
         timed.append((phase, kind))
 
     def in_turns(steps: dict[str, Any], *_: object, repeats: int, progress: object) -> dict[str, Samples]:
-        samples = {}
+        samples = dict[str, Any]()
         for name, step in steps.items():
             step()
             phase, kind = timed[-1]

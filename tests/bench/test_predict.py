@@ -485,7 +485,7 @@ def test_a_transport_over_all_nics_is_no_faster_than_a_node() -> None:
     assert links.beside(4).nics == 0.5 and replace(links, nics=None).beside(4).nics is None
     for broken in ({"rate": 0.0}, {"rate": np.inf}, {"latency": -1e-9}, {"latency": np.inf}):
         with pytest.raises(ValueError, match="a link has a rate of"):
-            replace(links.inside, **broken)
+            replace(links.inside, **broken)  # type: ignore[arg-type]
 
 
 def test_presets_have_plausible_speeds() -> None:

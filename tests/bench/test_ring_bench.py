@@ -420,7 +420,7 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
             if kinds == [OURS]:
                 q, k = 1024 * 4 * 16 * 4, 1024 * 2 * 16 * 4  # bytes of the whole q and k
                 whole, running = 2 * (q + k), memory_table.candidate_bytes(OURS, problem) - slots
-                ranks = 2 * (whole + q + measure.PROCESS_BYTES + 3 * whole // 2 + slots)  # all inputs, three shards
+                ranks = 2 * (whole + q + measure.PROCESS_BYTES + 3 * whole // 2 + slots)  # type: ignore[attr-defined]  # all inputs, three shards
                 judged, kept = memory_table.judged_bytes(problem), 2 * (3 * whole // 2 + slots)
                 on_cpu = ranks + max(2 * running, whole, judged), 0
                 on_gpu = ranks - kept, kept + 2 * running + max(whole, judged)  # both ranks share it

@@ -52,7 +52,7 @@ TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"comman
 def test_a_written_trace_reads_back_unchanged() -> None:
     # A trace has a process per rank and a thread per lane, in microseconds.
     trace = json.loads(json.dumps(as_chrome(TWO_RANKS)))
-    for about in ({}, {"call": {}}, {"call": None}):  # it does not say which call it is of
+    for about in ({}, {"call": {}}, {"call": None}):  # type: ignore[var-annotated]  # it does not say which call it is of
         assert not is_same_call(replace(TWO_RANKS, about=about), replace(TWO_RANKS, about=about))
     assert from_chrome(trace) == TWO_RANKS and TWO_RANKS.seconds == pytest.approx(4e-3)
     named = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]

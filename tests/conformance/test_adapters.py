@@ -176,10 +176,10 @@ class Flash(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
         if ctx.edges is None:
-            flash_rings._flash_attn_backward(dout, q, k, v, out, lse, *grads, **ctx.rest)
+            flash_rings._flash_attn_backward(dout, q, k, v, out, lse, *grads, **ctx.rest)  # type: ignore[arg-type]
         else:
             for row in zip(dout, q, k, v, out, lse, *grads, strict=True):
-                flash_rings._flash_attn_varlen_backward(*row, ctx.edges, ctx.edges, **ctx.rest)
+                flash_rings._flash_attn_varlen_backward(*row, ctx.edges, ctx.edges, **ctx.rest)  # type: ignore[call-arg]
         return *grads, None, None
 
 
@@ -281,7 +281,7 @@ def test_usp_splits_the_ranks_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> Non
 
     install(monkeypatch, "yunchang", LongContextAttention=Attention, set_seq_parallel_pg=lambda *how: made.append(how))
     monkeypatch.setattr(flash_rings, "_usp_groups", {})
-    monkeypatch.setattr(flash_rings.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(flash_rings.dist, "get_rank", lambda: 1)  # type: ignore[attr-defined]
     for world, heads, degrees in ((4, "4/2", (2, 2)), (4, "6/1", (4, 1)), (6, "4/4", (3, 2)), (3, "4/4", (3, 1))):
         call = Case("window", layout="zigzag", world=world, heads=heads).call(1)
         assert flash_rings._usp_degrees(call) == degrees

@@ -132,8 +132,8 @@ MISTAKES: list[tuple[str, Case, Callable[..., Any]]] = [
         (
             f"wrong: {causes.NO_CAUSE}; {name}",
             Case(),
-            lambda q, k, v, call, at=at: attend(
-                *(scale_gradient(x, torch.rand(x.shape)) if i == at else x for i, x in enumerate((q, k, v))), call
+            lambda q, k, v, call, at=at: attend(  # type: ignore[call-arg]
+                *(scale_gradient(x, torch.rand(x.shape)) if i == at else x for i, x in enumerate((q, k, v))), call  # type: ignore[arg-type]
             ),
         )
         for at, name in enumerate(("dq", "dk"))

@@ -174,7 +174,7 @@ def test_a_referee_shares_its_budget_and_ends_its_processes(monkeypatch: pytest.
             log.append(f"end {self.world}")
 
     monkeypatch.setattr(referee, "Ranks", LoggedRanks)
-    monkeypatch.setattr(referee.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     cases = [Case(world=world, seed=seed) for seed in range(4) for world in (1, 3, 2)]
     with Referee("ringattn", worlds=[1, 2, 3], deadline=7.0, device="cuda") as judging:
         assert judging.shards(cases[0]) == []

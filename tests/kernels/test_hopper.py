@@ -234,7 +234,7 @@ def test_largest_scores_of_all_hops(launches: Launches) -> None:
     launcher = ForwardLauncher(x.q.to(DEVICE), 0.125, config(), max_logits=True)
     for begin, end in ((0, 70), (70, 140)):
         shard = (t[:, begin:end].to(DEVICE) for t in (x.k, x.v))
-        launcher.fold(*shard, narrow_keys(bounds, begin, end).to(DEVICE), final=end == 140)
+        launcher.fold(*shard, narrow_keys(bounds, begin, end).to(DEVICE), final=end == 140)  # type: ignore[arg-type, call-arg]
 
     def largest(dtype: torch.dtype) -> Tensor:
         scores = 0.125 * torch.einsum("bqhd,bkd->bhqk", x.q.to(dtype), x.k[:, :, 0].to(dtype))

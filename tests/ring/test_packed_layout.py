@@ -184,7 +184,7 @@ def test_every_argument_reaches_the_cost(monkeypatch: pytest.MonkeyPatch) -> Non
     Layout.packed([0, 10], 4, topology=two_level)
     Layout.packed([0, 10], 2, topology=flat)
     assert [case.boundaries.tolist() for case in problems] == [[0, 4, 10], [0, 10], [0, 10]]
-    given = [replace(case, boundaries=np.zeros(0)) for case in problems]
+    given = [replace(case, boundaries=np.zeros(0)) for case in problems]  # type: ignore[arg-type]
     layers = PackedMask(-1, 0, 2), PackedMask(3, 1, 1), PackedMask(5, 0, 4)
     assert vars(given[0]) == vars(PackedProblem(given[0].boundaries, layers, ((2, 0, 1),), (2, 1, 4), 9, True, 8))
     causal = PackedMask(-1, 0, 1)

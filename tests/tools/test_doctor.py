@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -354,7 +355,7 @@ def test_the_version_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         number._obj.value = 22907
         return 0
 
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda path: SimpleNamespace(ncclGetVersion=read))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(ncclGetVersion=read))
     assert machine._library_version(Path("x")) == "2.29.7"
 
 

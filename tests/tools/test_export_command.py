@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import triton
 from typer.testing import CliRunner
 
 from ringattn.kernels import Tile
@@ -150,7 +151,7 @@ def test_a_launch_refuses_what_the_kernel_cannot_take() -> None:
 
 
 def test_binaries_have_no_paths_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    knobs, seen = kernels.triton.knobs.compilation, list[Any]()
+    knobs, seen = triton.knobs.compilation, list[Any]()
     monkeypatch.setattr(kernels, "export_launch", lambda config, name: name)
     monkeypatch.setattr(kernels, "compile_launch", lambda *how: seen.append((*how, knobs.disable_line_info)))
     before = knobs.disable_line_info
@@ -161,7 +162,7 @@ def test_binaries_have_no_paths_of_this_machine(monkeypatch: pytest.MonkeyPatch)
 def test_every_descriptor_of_the_binary_has_a_map() -> None:
     source = SimpleNamespace(attrs={(0,): [["tt.divisibility", 16]]}, signature={"rows": "i32", "A": "constexpr"})
     names = [SimpleNamespace(name=name) for name in source.signature]
-    for described in ([], [{}]):
+    for described in ([], [{}]):  # type: ignore[var-annotated]
         metadata = SimpleNamespace(tensordesc_meta=described)
         launch: Any = SimpleNamespace(
             binary=SimpleNamespace(src=source, metadata=metadata), kernel=SimpleNamespace(params=names), name="k",
@@ -211,7 +212,7 @@ def test_a_binary_that_the_launcher_cannot_serve_is_refused(
     monkeypatch.setattr(kernels, "split_arguments", lambda *_: (PARAMETERS, INPUTS, (MAP,)))
     monkeypatch.setattr(kernels, "read_parameter_layout", lambda cubin: (0x210, layout))
     if message is None:
-        tile = kernels.chosen_tiles(ExportConfig(90))["forward"][0]
+        tile = kernels.chosen_tiles(ExportConfig(90))["forward"][0]  # type: ignore[attr-defined]
         found = kernels.export(ExportConfig(90), "forward")
         assert vars(found) == vars(exported()) | {"tile": tile}
     else:
@@ -225,7 +226,7 @@ def test_a_binary_that_the_launcher_cannot_serve_is_refused(
     ({"fp4_padded": True}, "fp4_padded True"), ({"is_im2col": 1}, "is_im2col True"), ({}, None),
 ])  # fmt: skip
 def test_a_descriptor_that_the_launcher_cannot_encode_is_refused(changed: dict[str, Any], message: str | None) -> None:
-    value = SimpleNamespace(base=SimpleNamespace(dtype=kernels.DTYPES["bf16"]), shape=[7, 31, 105, 128])
+    value = SimpleNamespace(base=SimpleNamespace(dtype=kernels.DTYPES["bf16"]), shape=[7, 31, 105, 128])  # type: ignore[attr-defined]
     metadata: dict[str, Any] = {"elem_size": 2, "block_size": [1, 64, 1, 64], "swizzle": 3} | changed
     symbols = {7: "batch", 31: "rows", 105: "heads"}
     if message is None:
