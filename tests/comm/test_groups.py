@@ -253,6 +253,16 @@ def test_the_thread_of_a_transport_holds_no_reference_to_the_group(tmp_path: Pat
     assert not stream._thread.is_alive(), "the thread must end with its transport"
 
 
+def test_closing_a_transport_ends_its_thread(gloo: dist.ProcessGroup) -> None:
+    transport = ProcessGroupTransport(gloo, CPU)
+    transport.post(sends=[Message(0, torch.zeros(3))], receives=[Message(0, torch.ones(3))]).wait()
+    thread = transport._transfer_thread._thread
+    transport.close()
+    assert thread is not None
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_warm_ups_time_out_after_half_the_patience(gloo: dist.ProcessGroup) -> None:
     """Give a warm-up half the patience, because ranks that wait for its outcome have warmed up themselves."""
     timeouts = list[float]()

@@ -141,16 +141,15 @@ def test_entry_points_are_loaded_once(
 ) -> None:
     def find(group: str) -> list[Any]:
         asked.append(group)
-        broken = SimpleNamespace(
-            name="broken", value="no_such_module", load=partial(importlib.import_module, "no_such_module")
-        )
-        return [broken, SimpleNamespace(load=partial(register_transport, name, Opener()))]
+        missing, raising = (partial(importlib.import_module, "no_such_module"), Mock(side_effect=OSError("no libucx")))
+        broken = [SimpleNamespace(name="broken", value="no_such_module", load=load) for load in (missing, raising)]
+        return [*broken, SimpleNamespace(load=partial(register_transport, name, Opener()))]
 
     asked: list[str] = []
     monkeypatch.setattr(registry, "entry_points", find)
     registry._load_entry_points.cache_clear()
     assert name in transport_names() and name in transport_names() and asked == ["ringattn.transports"]
-    assert "could not load the entry point broken = no_such_module" in caplog.text
+    assert "could not load the entry point broken = no_such_module" in caplog.text and "no libucx" in caplog.text
 
 
 def test_auto_takes_the_transport_with_the_highest_preference(name: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,7 +180,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reproduction_has_the_same_inputs_and_the_truth_of_the_reference(case: Case, tmp_path: Path) -> None:
+def test_a_reproduction_has_the_same_inputs_and_the_truth_of_the_reference(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     positions = [[*range(case.tokens // 2)], [*range(case.tokens // 2, case.tokens)]]
     target = "lucidrains" if case.dtype == "float32" else "zhuzilin"  # whose adapter uses another file
     path = reproduce.write_reproduction(tmp_path, target, 'a """title""" \\N', case, positions)
@@ -195,6 +198,13 @@ def test_a_reproduction_has_the_same_inputs_and_the_truth_of_the_reference(case:
     exact, dsink = exact_with_sink(q, k, v, dout, dlse * call.needs_lse, call.sink, **attention_options(call))
     for name, x in (*exact._asdict().items(), *([("dsink", dsink)] if dsink is not None else [])):
         torch.testing.assert_close(truth[name], x)
+    # A right target is off by 0, also where rows that see no key have an infinite lse.
+    at = torch.tensor(positions[0])
+    right = {name: truth[name].index_select(scope["token_dim"](name), at) for name in exact._asdict()}
+    scope |= {"dist": Mock(), "run_target": lambda *_: (right, [])}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    scope["run"](0, "store")
+    assert capsys.readouterr().out.count(" is off by 0, where the largest value is ") == len(right)
 
 
 @pytest.mark.nightly

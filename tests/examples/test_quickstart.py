@@ -29,8 +29,7 @@ def test_errors_are_printed_on_one_device_virtual_ranks_and_processes(
     answers = {"get_rank": 1, "get_world_size": 2, "init_process_group": None, "destroy_process_group": None}
     for name, answer in (answers | {"is_torchelastic_launched": launched}).items():
         monkeypatch.setattr(dist, name, lambda name=name, answer=answer: calls.append(name) or answer)
-    monkeypatch.delitem(sys.modules, "ringattn.examples.quickstart", raising=False)
-    runpy.run_module("ringattn.examples.quickstart", run_name="__main__")
+    runpy.run_path(str(quickstart.__file__), run_name="__main__")
     out = capsys.readouterr().out
     errors = [float(error) for error in re.findall(r"(?:error|ranks:) (\de[-+]\d\d)", out)]
     assert len(errors) == 2 - launched and 0 < max(errors) < TOLERANCE

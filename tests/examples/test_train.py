@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -363,10 +362,10 @@ def test_progress_lines_of_rank_0_and_settings_of_the_optimizer(
 
 
 def test_the_module_is_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delitem(sys.modules, "ringattn.examples.train")
+    code = compile(Path(str(train.__file__)).read_text(), "train.py", "exec")
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
-        runpy.run_module("ringattn.examples.train", run_name="__main__")
+        exec(code, {"__name__": "__main__", "__package__": "ringattn.examples"})
     assert "--kv-heads" in capsys.readouterr().out
 
 
