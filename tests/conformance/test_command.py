@@ -174,7 +174,7 @@ def test_the_options_reach_the_referee(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 CASES = [
-    Case("window", "ragged", "softcap", gradients="out and lse"), Case("padding", scores="sink", heads="6/1"),
+    Case("padding", "ragged", "softcap", gradients="out and lse"), Case("window", scores="sink", heads="6/1"),
     Case("prefix", scores="alibi", layout="zigzag"), Case("two-sided window", scores="scale", dtype="bfloat16"),
 ]  # fmt: skip
 

@@ -261,12 +261,6 @@ ENDS = torch.tensor([0, 8])
         (lambda q: torch._scaled_dot_product_flash_attention_for_cpu(q, q, q), "attention_for_cpu is not supported"),
         (lambda q: torch._scaled_dot_product_attention_math(q, q, q), "attention_math is not supported"),
         (lambda q: nn.MultiheadAttention(32, 4)(q[0], q[0], q[0]), "need_weights is True.*need_weights=False"),
-        (
-            lambda q: F.multi_head_attention_forward(
-                q[0], q[0], q[0], 32, 4, torch.ones(96, 32), None, None, None, False, 0.0, torch.eye(32), None
-            ),
-            "need_weights is True",
-        ),
     ],
 )
 def test_refused_by_name(call: Callable[[Tensor], object], words: str) -> None:
