@@ -199,12 +199,12 @@ def test_a_reproduction_has_the_same_inputs_and_the_truth_of_the_reference(
     for name, x in (*exact._asdict().items(), *([("dsink", dsink)] if dsink is not None else [])):
         torch.testing.assert_close(truth[name], x)
     # A right target is off by 0, also where rows that see no key have an infinite lse.
-    at = torch.tensor(positions[0])
-    right = {name: truth[name].index_select(scope["token_dim"](name), at) for name in exact._asdict()}
-    scope |= {"dist": Mock(), "run_target": lambda *_: (right, [])}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    scope["run"](0, "store")
-    assert capsys.readouterr().out.count(" is off by 0, where the largest value is ") == len(right)
+    for rank, at in enumerate(map(torch.tensor, positions)):
+        right = {name: truth[name].index_select(scope["token_dim"](name), at) for name in exact._asdict()}
+        scope |= {"dist": Mock(), "run_target": lambda *_, right=right: (right, [])}
+        scope["run"](rank, "store")
+    assert capsys.readouterr().out.count(" is off by 0, where the largest value is ") == 2 * len(right)
 
 
 @pytest.mark.nightly
