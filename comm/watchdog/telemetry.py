@@ -244,12 +244,10 @@ class Telemetry:
     ``names`` has the rank numbers for warnings.
     """
 
-    def __init__(
-        self, rank: int, size: int, device: torch.device, gauges: Gauges | None, names: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, gauges: Gauges | None, names: Sequence[int]) -> None:
         self.table = RankTable()
         self.stopwatch = Stopwatch(device)
-        self._rank, self._size, self._names = rank, size, names or range(size)
+        self._rank, self._size, self._names = rank, size, names
         self._gauges = gauges
         self._gauge_values: Mapping[str, object] | None = None
         self._gauges_read_at = -NEVER

@@ -123,7 +123,7 @@ CPU = torch.device("cpu")
 
 
 def test_compute_and_wait_cover_the_last_window(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> None:
-    telemetry = Telemetry(0, 2, CPU, None)
+    telemetry = Telemetry(0, 2, CPU, None, range(2))
     for second in range(40):
         clock.now += 1
         telemetry.add_seconds("compute", 0.25 if second < 20 else 0.5)
@@ -137,7 +137,7 @@ def test_compute_and_wait_cover_the_last_window(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_large_world_pulls_a_table_less_often_than_it_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    telemetry, moments = Telemetry(0, 64, CPU, None), iter([100.0, 100.25, 100.5, 100.75])
+    telemetry, moments = Telemetry(0, 64, CPU, None, range(64)), iter([100.0, 100.25, 100.5, 100.75])
     monkeypatch.setattr(time, "time", lambda: next(moments))
     assert [telemetry.next_peer() for _ in range(4)] == [gossip_peer(0, 64, 200), None, gossip_peer(0, 64, 201), None]
 
@@ -149,7 +149,7 @@ def test_gauges_are_read_less_often_than_rows(clock: ManualClock) -> None:
         reads.append(1)
         return {"sm_clock": 1980, "throttle": ("power cap",)}
 
-    telemetry = Telemetry(0, 2, CPU, gauges)
+    telemetry = Telemetry(0, 2, CPU, gauges, range(2))
     for _ in range(20):
         clock.now += 0.25
         telemetry.report("x", 0, 0)
