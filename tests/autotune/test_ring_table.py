@@ -32,6 +32,7 @@ from ringattn.autotune.tile_space import ModelShape
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.errors import RESULTS, ErrorJudge
 from ringattn.bench.common.ranks import LaunchedRank
+from ringattn.bench.common.result import Result
 from ringattn.comm import Limits
 from ringattn.comm.topology import nvml
 from ringattn.kernels.gpu import INTERPRETER_GPU
@@ -200,7 +201,7 @@ def test_problems_share_the_budget(alone: None, tmp_path: Path, monkeypatch: pyt
 
     def run(world: int, work: Any, problem: AttentionConfig, budget: float, folder: Path, *, device: str) -> Any:
         calls.append((world, work, problem, budget, folder, device))
-        return ring_search.Result("tune --ring", ring_search.UNITS, [{"tokens": problem.seqlen}], notes=["found"])  # type: ignore[attr-defined]
+        return Result("tune --ring", ring_search.UNITS, [{"tokens": problem.seqlen}], notes=["found"])
 
     monkeypatch.setattr(ring_search, "run_process_group", run)
     monkeypatch.setattr(

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,7 +145,8 @@ def test_a_failed_write_keeps_the_old_table(folders: Folders, monkeypatch: pytes
 
 
 def test_a_table_is_on_disk_before_it_replaces_the_old_one(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    order, real = list[str](), os.replace
+    order: Any = []
+    real = os.replace
     monkeypatch.setattr(os, "fsync", lambda file: order.append(f"{os.fstat(file).st_size} bytes"))
     monkeypatch.setattr(os, "replace", lambda *paths: order.append("replace") or real(*paths))
     path = save(folders[0], H200, [entry()])

@@ -32,6 +32,7 @@ from ringattn.autotune.tune import (
     tile_without_table,
 )
 from ringattn.bench.common.result import Result
+from ringattn.comm.cuda_threads import HIGH_PRIORITY
 from ringattn.kernels import Tile, default_config, launch_plan, tables
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
 from ringattn.kernels.tables import KERNELS, TUNED_KERNELS, TuningPoint, read_table, tuned_options
@@ -126,7 +127,8 @@ def test_only_measuring_has_a_default_budget(
 
 
 def test_every_option_reaches_the_search(tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, result = list[Any](), Result("tune", {})
+    calls: Any = []
+    result = Result("tune", {})
     monkeypatch.setattr(cli_tune, "resolve_target", lambda *how: calls.append(how) or (H200, CPU, ""))
     monkeypatch.setattr(tune, "tune", lambda config, *_: calls.append(config) or result)
     monkeypatch.setattr(ring_search, "ring_problems", lambda *how: how)
@@ -479,7 +481,8 @@ def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_times_another_run_during_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    point, log = TuningPoint("forward", "fp32", 16, 16, 2, "full", 40), list[Any]()
+    point = TuningPoint("forward", "fp32", 16, 16, 2, "full", 40)
+    log: Any = []
     trials, tile = DeviceTrials(point, SHAPE, CPU), Tile(16, 16, 4, 1)
 
     class Copy:
@@ -498,7 +501,7 @@ def test_a_gpu_times_another_run_during_a_transfer(monkeypatch: pytest.MonkeyPat
     trials._device = torch.device("cuda")
     for _ in range(2):
         assert trials.run(tile) == TimedRun(0.5, (), {"sm_mhz": 1200.0}, 2.5)
-    stream = ("stream", device_trials.HIGH_PRIORITY)  # type: ignore[attr-defined]
+    stream = ("stream", HIGH_PRIORITY)
     run = ["launch", stream, "launch"]
     assert log == ["launch", "launch", ("copy", "cuda", 1000), stream, "launch", *run], "one size for all"
 

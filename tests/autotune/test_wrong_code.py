@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -190,7 +191,8 @@ def test_the_newest_assembler_is_chosen_by_its_version(tmp_path: Path, monkeypat
 
 
 def test_an_assembler_refuses_wrong_ptx_and_skips_newer_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands, run = list[list[str]](), subprocess.run
+    commands: Any = []
+    run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda command, **how: commands.append(command) or run(command, **how))
     ptx = ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry kernel() { ret; }\n"
     newest = newest_assembler()

@@ -18,6 +18,7 @@ from ringattn.bench.common.cases import MeasuredNumber
 from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.bench.suite import call_cases, device_cases, gpu_cases
 from ringattn.bench.suite.call_cases import CALL_CASES, measure_calls
+from ringattn.comm.watchdog.watch import EXIT_CODE
 
 from ..support.nightly import rest_nightly
 
@@ -145,7 +146,7 @@ def test_processes_run_every_call_and_the_conformance_suite(monkeypatch: pytest.
 
 
 def test_cases_of_a_gpu_run_before_the_conformance_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
+    calls: Any = []
     opened = SimpleNamespace(close=lambda: calls.append("close"))
     monkeypatch.setattr(call_cases, "open_transport", lambda group, **named: calls.append(named) or opened)
     monkeypatch.setattr(call_cases, "check_transport", lambda *given, **named: calls.append((*given, named)))
@@ -161,7 +162,7 @@ def test_cases_of_a_gpu_run_before_the_conformance_suite(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("codes", "late", "values"),
-    [([1, gpu_cases.EXIT_CODE, -9], 4.0, (0, 4.0)), ([1, 0, -9], 0.5, (1, 0.5)), ([3, 1, 0], 6.0, (2, 6.0))],  # type: ignore[attr-defined]
+    [([1, EXIT_CODE, -9], 4.0, (0, 4.0)), ([1, 0, -9], 0.5, (1, 0.5)), ([3, 1, 0], 6.0, (2, 6.0))],
 )
 def test_ranks_must_end_with_an_error_soon_after_a_peer_is_killed(
     codes: list[int], late: float, values: tuple[int, float], monkeypatch: pytest.MonkeyPatch

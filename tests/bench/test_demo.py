@@ -225,7 +225,7 @@ def test_speed_and_memory_of_a_run() -> None:
 
 
 def test_one_rank_of_several_shares_cores_and_gathers_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
+    threads: Any = []
     trained = Run({0: 1.0}, [1.0])
     monkeypatch.setattr(compare, "cores", lambda: 6)
     monkeypatch.setattr(compare, "PeakMemory", lambda device: SimpleNamespace(bytes=7))

@@ -70,7 +70,7 @@ def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[st
             raise UnavailableError("no such library")
         yield MeasuredNumber("rate", 5.0, "GB/s")
 
-    drawn: list[float] = []
+    drawn: Any = []
     for _ in range(2):  # every run draws the same inputs
         assert device_cases.main("x", lambda _: drawn.append(torch.rand(1).item()) or iter(()), CPU, str(file)) == 0
     assert drawn[0] == drawn[1]

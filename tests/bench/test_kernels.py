@@ -176,8 +176,8 @@ def test_flex_attention_gets_the_mask(case: AttentionConfig, monkeypatch: pytest
     class OnGpu(ContenderInputs):
         device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
 
-    made: list[Any] = []
-    made_masks: list[Any] = []
+    made: Any = []
+    made_masks: Any = []
 
     def compiled(function: object, *, dynamic: bool) -> Any:
         return lambda q, k, v, **named: made.append((function, dynamic, named)) or attend(q, k, v, enable_gqa=True)
@@ -359,7 +359,7 @@ def test_the_copy_kernel_copies_every_element() -> None:
 
 
 def test_a_copy_starts_with_the_step_and_lasts_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
+    calls: Any = []
     event, stream = SimpleNamespace(record=lambda: calls.append("record")), Mock()
     stream.wait_event.side_effect = lambda given: calls.append(("wait", given is event))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import typer
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
@@ -117,10 +118,9 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
         monkeypatch.setenv("MASTER_ADDR", address)
     before, place = listening(), LaunchedRank(0, 1, 0, 1)
     process_group._store.cache_clear()
-    prefixes: list[str] = []
-    prefix_store = process_group.PrefixStore  # type: ignore[attr-defined]
+    prefixes: Any = []
     monkeypatch.setattr(
-        process_group, "PrefixStore", lambda prefix, store: prefixes.append(prefix) or prefix_store(prefix, store)
+        process_group, "PrefixStore", lambda prefix, store: prefixes.append(prefix) or PrefixStore(prefix, store)
     )
     for _ in range(2):
         with process_group.process_group(place, CPU):
@@ -139,7 +139,7 @@ def test_a_group_on_a_gpu_has_two_backends(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
-    monkeypatch.setattr(process_group, "_store", lambda place: dist.HashStore())  # type: ignore[attr-defined]
+    monkeypatch.setattr(process_group, "_store", lambda place: HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((*given, named)))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     place = LaunchedRank(3, 4, 1, 2)  # of two machines, whose interfaces PyTorch chooses

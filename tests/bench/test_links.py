@@ -103,7 +103,7 @@ def test_a_transfer_that_delivers_nothing_has_only_wrong_bytes() -> None:
 
 
 def test_the_slowest_rank_and_all_wrong_bytes_count() -> None:
-    gathered: list[Any] = []
+    gathered: Any = []
     transport: Any = SimpleNamespace(gather=lambda value: gathered.append(value) or [(0.25, 1), (0.5, 2), (None, 4)])
     calls: list[Any] = []
     ends: Any = SimpleNamespace(
@@ -341,7 +341,8 @@ def test_compute_beside_a_transfer(text: str, device: str, name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["all", "nccl"])
 def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs, results = list[Any](), list[Any]()
+    configs: Any = []
+    results = list[Any]()
     monkeypatch.setattr(flags, "parse_device_kind", lambda text: "cuda")
     monkeypatch.setattr(flags, "check_transport_flag", lambda *_: None)
     monkeypatch.setenv("NCCL_P2P_USE_CUDA_MEMCPY", "1")

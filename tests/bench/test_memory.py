@@ -54,7 +54,7 @@ def test_peak_memory_includes_freed_memory() -> None:
 
 
 def test_memory_of_a_gpu_is_that_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
+    calls: Any = []
     numbers = {"memory_allocated": 100, "max_memory_allocated": 350, "mem_get_info": (5, 9)}
     for name, number in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name, number=number: calls.append(name) or number)

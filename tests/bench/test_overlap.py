@@ -166,7 +166,7 @@ def test_only_the_first_rank_shows_progress(
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
     monkeypatch.setattr(RankTeam, "slowest_seconds", lambda team, seconds: seconds)
     config = OverlapConfig(replace(SMALL, seqlen=24, world=1), ((3, 2, 1), (3, 0, 2)), repeats=1, link_share=None)
-    made: list[Any] = []
+    made: Any = []
     monkeypatch.setattr(measure, "Ring", lambda **named: made.append(named) or Ring(**named))
     result = measure.measure_overlap(LaunchedRank(rank, 2, rank, 2), CPU, config)
     assert ("timing: " in capfd.readouterr().err) is (rank == 0)

@@ -20,6 +20,7 @@ from ringattn.bench.common import memory_table
 from ringattn.bench.common.attention import AttentionConfig, sdpa_attention
 from ringattn.bench.common.cases import UnavailableError
 from ringattn.bench.common.launching import run_process_group
+from ringattn.bench.common.memory import PROCESS_BYTES
 from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS, ONE_DEVICE, OURS, ULYSSES
 from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.bench.common.result import Result, Row
@@ -291,7 +292,7 @@ def test_a_candidate_sets_its_number_of_threads(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_gradients_of_other_ranks_are_added_in_fp32() -> None:
-    added: list[Any] = []
+    added: Any = []
     net: Any = SimpleNamespace(
         bounds=FULL, queries=lambda x: x, keys=lambda x: x, results=lambda x: x,
         gradients=lambda x, dtype: added.append((x.dtype, dtype)) or x.to(dtype),
@@ -420,7 +421,7 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
             if kinds == [OURS]:
                 q, k = 1024 * 4 * 16 * 4, 1024 * 2 * 16 * 4  # bytes of the whole q and k
                 whole, running = 2 * (q + k), memory_table.candidate_bytes(OURS, problem) - slots
-                ranks = 2 * (whole + q + measure.PROCESS_BYTES + 3 * whole // 2 + slots)  # type: ignore[attr-defined]  # all inputs, three shards
+                ranks = 2 * (whole + q + PROCESS_BYTES + 3 * whole // 2 + slots)  # all inputs, three shards
                 judged, kept = memory_table.judged_bytes(problem), 2 * (3 * whole // 2 + slots)
                 on_cpu = ranks + max(2 * running, whole, judged), 0
                 on_gpu = ranks - kept, kept + 2 * running + max(whole, judged)  # both ranks share it

@@ -52,7 +52,8 @@ TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"comman
 def test_a_written_trace_reads_back_unchanged() -> None:
     # A trace has a process per rank and a thread per lane, in microseconds.
     trace = json.loads(json.dumps(as_chrome(TWO_RANKS)))
-    for about in ({}, {"call": {}}, {"call": None}):  # type: ignore[var-annotated]  # it does not say which call it is of
+    nameless: list[dict[str, Any]] = [{}, {"call": {}}, {"call": None}]  # they do not say which call it is of
+    for about in nameless:
         assert not is_same_call(replace(TWO_RANKS, about=about), replace(TWO_RANKS, about=about))
     assert from_chrome(trace) == TWO_RANKS and TWO_RANKS.seconds == pytest.approx(4e-3)
     named = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
@@ -87,7 +88,7 @@ def test_rows_of_a_timeline() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_the_command_writes_trace_picture_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[Any] = []
+    recorded: Any = []
     monkeypatch.setattr(record, "run_timeline", lambda *given: recorded.append(given) or TWO_RANKS)
     trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.png", "rows.json"))
     words = ["--repeats", "3", "--device", "cpu", "--trace", str(trace), "--out", str(picture), "--json", str(target)]

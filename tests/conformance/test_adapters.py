@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
@@ -281,7 +282,7 @@ def test_usp_splits_the_ranks_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> Non
 
     install(monkeypatch, "yunchang", LongContextAttention=Attention, set_seq_parallel_pg=lambda *how: made.append(how))
     monkeypatch.setattr(flash_rings, "_usp_groups", {})
-    monkeypatch.setattr(flash_rings.dist, "get_rank", lambda: 1)  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
     for world, heads, degrees in ((4, "4/2", (2, 2)), (4, "6/1", (4, 1)), (6, "4/4", (3, 2)), (3, "4/4", (3, 1))):
         call = Case("window", layout="zigzag", world=world, heads=heads).call(1)
         assert flash_rings._usp_degrees(call) == degrees

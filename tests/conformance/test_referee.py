@@ -113,7 +113,7 @@ def test_the_answers_of_all_ranks_are_one_reply(monkeypatch: pytest.MonkeyPatch)
     ):  # fmt: skip
         ended.clear()
         assert processes._join(dict(enumerate(answers))) == reply and bool(ended) is ends
-    seconds = list[float]()
+    seconds: Any = []
     monkeypatch.setattr(processes, "_start", lambda: processes._processes.append("started"))
     monkeypatch.setattr(ranks_module, "wait", lambda pipes, timeout: seconds.append(timeout) or [])
     processes._pipes = [Mock(), Mock()]

@@ -110,7 +110,8 @@ def test_rectangle_kernels_serve_every_mask(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
 def test_results_of_kernels_without_a_state_are_merged(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fold, finals = DenseShards.fold, list[bool]()
+    finals: Any = []
+    fold = DenseShards.fold
     monkeypatch.setattr(DenseShards, "fold", lambda *given, **how: finals.append(how["final"]) or fold(*given, **how))
     made: Any = getattr(Layout, layout)(70, 3)
     whole = inputs(70, (2, 2))
@@ -382,7 +383,7 @@ def test_default_kernels_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_triton_kernels_get_every_argument_and_sum_dq_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Any] = []
+    begun: Any = []
     calls: list[dict[str, Any]] = []
     launcher = SimpleNamespace(dq=lambda *given, **how: calls.append(how), dkdv=lambda *given, **how: calls.append(how))
     monkeypatch.setattr(fused, "ForwardLauncher", lambda *given: given)

@@ -176,7 +176,7 @@ def test_all_keys_count_as_sent_if_most_of_them_are(left: int) -> None:
 
 
 def test_every_argument_reaches_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems: list[PackedProblem] = []
+    problems: Any = []
     monkeypatch.setattr(layout_module, "packed_spans", lambda problem, *_: problems.append(problem) or [[(0, 10)], []])
     masks = [(Mask(True), 2), (Mask(window=(3, 1)), 1), (Mask(True, (5, 0)), 4)]
     uneven, two_level, flat = Topology(((2, 0), (1,))), Topology(((1, 3), (0, 2))), Topology(((1, 0),))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -132,7 +134,7 @@ def test_slots_do_not_grow_with_the_world() -> None:
 def test_a_plan_lists_its_device_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams wait for these tensors before they read a cached plan."""
     for runs in (1, 2):
-        listed: list[torch.Tensor | None] = []
+        listed: Any = []
         monkeypatch.setattr(plan_module, "SharedValue", lambda made, x: listed.extend(x) or SharedValue(made, ()))  # noqa: B023
         made = plan(Layout.contiguous(40, 2), Mask(True, (4, 0), used=(30, 10)), 0, 1, CPU, runs=runs)
         each_run = made.runs or (made,)

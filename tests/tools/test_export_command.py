@@ -13,9 +13,10 @@ import triton
 from typer.testing import CliRunner
 
 from ringattn.kernels import Tile
+from ringattn.kernels.tables import DTYPES
 from ringattn.tools.export import command, kernels
 from ringattn.tools.export.c import refusal_conditions, struct_field, to_c_expression
-from ringattn.tools.export.config import ExportConfig
+from ringattn.tools.export.config import ExportConfig, chosen_tiles
 from ringattn.tools.export.kernels import Argument, ExportedKernel, TensorMap, parameter_offsets
 
 MAP = TensorMap("q", "q", "bf16", ("batch", "rows", "heads", 128), (1, 64, 1, 64), 3, by_pointer=False)
@@ -162,7 +163,8 @@ def test_binaries_have_no_paths_of_this_machine(monkeypatch: pytest.MonkeyPatch)
 def test_every_descriptor_of_the_binary_has_a_map() -> None:
     source = SimpleNamespace(attrs={(0,): [["tt.divisibility", 16]]}, signature={"rows": "i32", "A": "constexpr"})
     names = [SimpleNamespace(name=name) for name in source.signature]
-    for described in ([], [{}]):  # type: ignore[var-annotated]
+    maps: list[list[Any]] = [[], [{}]]
+    for described in maps:
         metadata = SimpleNamespace(tensordesc_meta=described)
         launch: Any = SimpleNamespace(
             binary=SimpleNamespace(src=source, metadata=metadata), kernel=SimpleNamespace(params=names), name="k",
@@ -212,7 +214,7 @@ def test_a_binary_that_the_launcher_cannot_serve_is_refused(
     monkeypatch.setattr(kernels, "split_arguments", lambda *_: (PARAMETERS, INPUTS, (MAP,)))
     monkeypatch.setattr(kernels, "read_parameter_layout", lambda cubin: (0x210, layout))
     if message is None:
-        tile = kernels.chosen_tiles(ExportConfig(90))["forward"][0]  # type: ignore[attr-defined]
+        tile = chosen_tiles(ExportConfig(90))["forward"][0]
         found = kernels.export(ExportConfig(90), "forward")
         assert vars(found) == vars(exported()) | {"tile": tile}
     else:
@@ -226,7 +228,7 @@ def test_a_binary_that_the_launcher_cannot_serve_is_refused(
     ({"fp4_padded": True}, "fp4_padded True"), ({"is_im2col": 1}, "is_im2col True"), ({}, None),
 ])  # fmt: skip
 def test_a_descriptor_that_the_launcher_cannot_encode_is_refused(changed: dict[str, Any], message: str | None) -> None:
-    value = SimpleNamespace(base=SimpleNamespace(dtype=kernels.DTYPES["bf16"]), shape=[7, 31, 105, 128])  # type: ignore[attr-defined]
+    value = SimpleNamespace(base=SimpleNamespace(dtype=DTYPES["bf16"]), shape=[7, 31, 105, 128])
     metadata: dict[str, Any] = {"elem_size": 2, "block_size": [1, 64, 1, 64], "swizzle": 3} | changed
     symbols = {7: "batch", 31: "rows", 105: "heads"}
     if message is None:

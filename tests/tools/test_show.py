@@ -221,7 +221,8 @@ def test_a_zigzag_per_document(target: Path) -> None:
 
 
 def test_a_packed_layout(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, groups = Layout.packed, list[int]()
+    groups: Any = []
+    packed = Layout.packed
     monkeypatch.setattr(
         Layout, "packed", lambda *how, **named: groups.append(named["heads_per_kv_head"]) or packed(*how, **named)
     )
