@@ -20,12 +20,12 @@ def whole(member: LocalGroup) -> GroupLike:
 
 
 def mesh(member: LocalGroup) -> GroupLike:
-    return member.mesh(2, 2)
+    return member.mesh(2, member.size() // 2)
 
 
 def gathered(session: Session) -> tuple[int, int, list[object]]:
     with session.call():
-        layout = session.resolve_layout("zigzag", 16)
+        layout = session.resolve_layout("zigzag", 12)
         session.agree({"call": "an integration", "layout": layout})
         assert layout.world == session.size
         return session.rank, session.size, session.gather({"rank": session.rank})
@@ -33,8 +33,8 @@ def gathered(session: Session) -> tuple[int, int, list[object]]:
 
 @pytest.mark.parametrize("group", [whole, mesh])
 def test_values_arrive_in_rank_order(group: Callable[[LocalGroup], GroupLike]) -> None:
-    values = run_ranks(4, lambda member: gathered(Session(group(member))))
-    assert values == [(rank, 4, [{"rank": other} for other in range(4)]) for rank in range(4)]
+    values = run_ranks(6, lambda member: gathered(Session(group(member))))
+    assert values == [(rank, 6, [{"rank": other} for other in range(6)]) for rank in range(6)]
 
 
 def in_process(_rank: int) -> list[object]:
