@@ -155,9 +155,20 @@ def test_each_feature_is_exact_in_runs_of_tokens(number: int, name: str) -> None
     check_case(case_of(world, [*LAYOUTS][number % 4], call | {"backend": backend}, sink=number % 2 == 0, ring=ring))
 
 
-def test_a_prefix_of_all_tokens_hides_nothing() -> None:
-    q, k, v = torch.randn(3, 1, 8, 2, 16)
-    torch.testing.assert_close(ring_attention(q, k, v, causal=True, prefix_length=8), ring_attention(q, k, v))
+@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (8, 12), (12, 8)])
+def test_masks_up_to_the_last_position_hide_nothing(queries: int, keys: int) -> None:
+    """The last position is that of the queries or of the keys, whichever is later."""
+    q, k, v = (torch.randn(1, tokens, 2, 16) for tokens in (queries, keys, keys))
+    call: dict[str, Any] = {"layout": Layout.contiguous(queries, 1), "kv_layout": Layout.contiguous(keys, 1)}
+    expected, end = ring_attention(q, k, v, **call), max(queries, keys)
+    masks: list[dict[str, Any]] = [{"prefix_length": end}, {"islands": [(0, end)]}, {"cu_seqlens": [0, end]}]
+    for mask in masks:
+        out = ring_attention(q, k, v, causal="cu_seqlens" not in mask, **call | mask)
+        torch.testing.assert_close(out, expected)
+    padding = {"key_mask": torch.arange(keys)[None] > 1}, {"leftpad_k": [2]}, {"cu_seqlens": [[0, 2, end]]}
+    mine, *others = (ring_attention(q, k, v, **call | hiding) for hiding in padding)
+    assert mine.equal(others[0])
+    torch.testing.assert_close(others[1][:, 2:], mine[:, 2:])
 
 
 # tests/kernels covers the features themselves; here the ring must pass each of them on
