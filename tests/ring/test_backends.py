@@ -133,10 +133,18 @@ def test_a_single_pass_backward_makes_two_chunks(adopted: bool, monkeypatch: pyt
     def adopt(*_: Any, needs_backward: bool, **__: Any) -> Any:
         return (fused.TritonAttention(), single) if adopted and needs_backward and local.has_single_pass else None
 
-    def chunks(ring: Ring, *, has_single_pass: bool, dim: int = 16, kv_heads: int = 1, grad: bool = True) -> set[int]:
+    def chunks(
+        ring: Ring,
+        *,
+        has_single_pass: bool,
+        dim: int = 16,
+        kv_heads: int = 1,
+        grad: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> set[int]:
         """Return the numbers of chunks of a call's passes."""
         local.has_single_pass, local.seen = has_single_pass, set[int]()
-        q, k, v = (torch.randn(1, 6, heads, dim, requires_grad=grad) for heads in (2, kv_heads, kv_heads))
+        q, k, v = (torch.randn(1, 6, heads, dim).to(dtype).requires_grad_(grad) for heads in (2, kv_heads, kv_heads))
         config = single if has_single_pass and not adopted else None
         backend = "auto" if adopted else "triton"
         out: Any = ring_attention(q, k, v, layout="zigzag", ring=ring, causal=True, backend=backend, config=config)
@@ -151,7 +159,7 @@ def test_a_single_pass_backward_makes_two_chunks(adopted: bool, monkeypatch: pyt
             assert chunks(ring, has_single_pass=one, grad=False) == {1}
             for kv_heads in (1, 2):
                 assert chunks(ring, has_single_pass=one, kv_heads=kv_heads) == {2}
-            assert chunks(ring, has_single_pass=False, dim=32) == {1}
+            assert chunks(ring, has_single_pass=False, dim=32) == chunks(ring, has_single_pass=False, dtype=HALF) == {1}
         for given in (1, 3):
             with Ring(group, chunks=given) as ring:
                 assert chunks(ring, has_single_pass=one) == {given}
@@ -160,4 +168,6 @@ def test_a_single_pass_backward_makes_two_chunks(adopted: bool, monkeypatch: pyt
     monkeypatch.setattr(ops, "compile_kernels", lambda call, running, *_: local.seen.add(len(running.chunks)))
     monkeypatch.setattr(prepare, "find_adopted_kernel", adopt)
     run_ranks(2, on_rank)
-    assert len(asked) == 2 * 2  # once per rank and head dim
+    assert len(asked) == 2 * 3  # once per rank, head dim and dtype
+    with Ring() as ring:
+        assert chunks(ring, has_single_pass=True) == {1}  # nothing is sent

@@ -58,6 +58,12 @@ def test_positions_may_be_far_apart() -> None:
     run_ranks(6, lambda group: case.run(group.rank(), group.mesh(1, 6)))
 
 
+def test_a_halo_may_be_as_long_as_the_sequence() -> None:
+    tokens = (1 << 16) + 1
+    (piece,) = halo(torch.ones(1, tokens), tokens, 0, layout=None)
+    assert piece.shape == (1, 2 * tokens) and piece.sum() == tokens
+
+
 def cases(world: int) -> dict[str, MoveCase]:
     uneven, other = (Layout.balanced(19, [1, 0, 4, 2][:world], causal=causal) for causal in (False, True))
     zigzag = Layout.zigzag(19, world, cu_seqlens=[0, 5, 19])
