@@ -24,10 +24,11 @@ HOW: dict[str, tuple[int, str, str, bool]] = {
     "alone": (1, "contiguous", "contiguous", False),
     "one name": (2, "zigzag", "zigzag", True),
     "two names": (3, "striped", "contiguous", True),
+    "a name and a layout": (3, "striped", "uneven", True),
     "layouts": (3, "uneven", "striped", False),
     "mesh": (2, "zigzag", "zigzag", True),
 }
-"""Ranks, layout of q, layout of k, and whether layouts are passed by name. The mesh case counts Ulysses ranks."""
+"""Ranks, layouts of q and k, and whether to pass their names. The mesh case counts Ulysses ranks."""
 
 
 def later(layout: Layout, by: int) -> Layout:
@@ -42,6 +43,7 @@ def test_masks_where_lengths_differ(align: str, name: str, lengths: tuple[int, i
     world, *kinds, named = HOW[how]
     layouts = [LAYOUTS[kind](length, world) for kind, length in zip(kinds, lengths, strict=True)]
     own: dict[str, Any] = dict(zip(("layout", "kv_layout"), kinds if named else layouts, strict=True))
+    own = own if kinds[1] != "uneven" else own | {"kv_layout": layouts[1]}
     if how in ("alone", "one name", "mesh"):
         own["kv_layout"] = None
     more = lengths[1] - lengths[0] if align == "bottom-right" else 0

@@ -5,6 +5,7 @@ One table holds the errors of ``ring_attention``. It runs twice: in eager mode a
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import threading
@@ -13,7 +14,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +24,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringattn import Layout, LocalWorld, Ring, halo, positions, relayout, ring_attention, roll, shard, unshard
+from ringattn import (
+    Layout,
+    LocalWorld,
+    RectangleAttention,
+    Ring,
+    Supports,
+    halo,
+    positions,
+    relayout,
+    ring_attention,
+    roll,
+    shard,
+    single_rank,
+    unshard,
+)
 from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, TransportError
 from ringattn.comm.control import open_control
 from ringattn.kernels import KernelConfig, Scores, Tile
@@ -34,6 +51,7 @@ from ringattn.ring.prepare import Call, autocast_inputs, check_sink, prepare_cal
 from ringattn.ring.ring import call_device
 from ringattn.ring.schedule.layout import Documents
 
+from ..support import own_kernels
 from ..support.rank_processes import group_results
 from ..support.ring_cases import run_ranks
 
@@ -95,6 +113,7 @@ DOORS: dict[str, Door] = {
 }
 """Each public function and valid arguments for it."""
 
+FOUR_KEYS = {"k": x(4, 2), "v": x(4, 2), "kv_layout": Layout.contiguous(4, 1)}
 OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (1e-31, 1e31), "softcap": (-1.0, 1e-9, 1e31), "dropout_p": (-0.1, 1.0), "dropout_seed": (2**64,),
     "first_head": (-1, 2**31), "prefix_length": (-1,),
@@ -136,7 +155,9 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be between 0 and 8"),
-    ({"k": x(4, 2), "v": x(4, 2), "kv_layout": Layout.contiguous(4, 1), "seqused_k": [5, 4]}, r"seqused_k\[0\] is 5"),
+    (FOUR_KEYS | {"seqused_k": [5, 4]}, r"seqused_k\[0\] is 5: it must be between 0 and 4"),
+    (FOUR_KEYS | {"seqused_k": [5, 4], "leftpad_k": [1, 0]}, r"seqused_k\[0\] is 5: it must be between 0 and 4"),
+    (FOUR_KEYS | {"leftpad_k": [5, 4]}, r"leftpad_k\[0\] is 5: it must be between 0 and 4"),
     *(
         ({"causal": True, name: value}, f"{name} is {re.escape(repr(value))}: it must be")
         for name, values in OUT_OF_RANGE.items()
@@ -171,11 +192,15 @@ CALLS: list[tuple[dict[str, Any], str]] = [
 ]
 """Errors of ``ring_attention``, in eager mode and in a graph."""
 
+NO_BACKWARD = RectangleAttention("mine", own_kernels.forward, supports=Supports(devices=("cpu",)))
+SINK_GRADIENT = {"k": WHOLE, "v": WHOLE, "learnable_sink": torch.zeros(4).requires_grad_()}
 EAGER: list[tuple[dict[str, Any], str]] = [
     ({"k": x(8, 2).to("meta")}, "k is on meta and q is on cpu"),
     ({"q": x(8, 4).to("meta")}, "q is a Tensor on meta without data: it must be"),
     *(({name: 1}, f"{name} is 1: it must be True or False") for name in ("causal", "return_lse", "return_max_logits")),
     ({"config": KernelConfig(TILE, TILE, TILE)}, "config, which sets the tiles"),
+    ({"config": 5, "backend": "triton"}, "config is 5: it must be a kernels.KernelConfig, or None"),
+    ({"group": single_rank().mesh(1, 1), "backend": NO_BACKWARD} | SINK_GRADIENT, "does not support gradients"),
     ({"layout": "ring"}, "layout is 'ring': it must be a Layout or one of contiguous, zigzag, striped"),
     ({"learnable_sink": 1.0}, "learnable_sink is float: it must be a torch.Tensor"),
     ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient, which is not computed"),
@@ -374,10 +399,10 @@ def dtensors(rank: int) -> list[str]:
     tensor = import_module("torch.distributed.tensor")  # lazily, because importing ringattn must not import it
     mesh = init_device_mesh("cpu", (1,))
     fit, refused = DOORS["ring_attention"][1], []
-    given = fit | {"learnable_sink": torch.zeros(4), "alibi_slopes": torch.zeros(4)}
+    rest = {"k": fit["k"], "v": fit["v"], "learnable_sink": torch.zeros(4), "alibi_slopes": torch.zeros(4)}
     calls: list[Any] = [ring_attention, torch.compile(ring_attention, backend="eager")]
     for call in calls:
-        for name, x in given.items():
+        for name, x in ({"q": fit["q"]} | (rest if call is ring_attention else {})).items():
             with pytest.raises(ValueError, match=rf"{name} is a DTensor: .*\. Pass {name}.to_local\(\)"):
                 call(**fit | {name: tensor.distribute_tensor(x, mesh, [tensor.Replicate()])})
             refused.append(name)
@@ -388,7 +413,7 @@ def dtensors(rank: int) -> list[str]:
 
 
 def test_dtensors_are_refused_with_a_call_to_to_local() -> None:
-    assert [len(names) for names in group_results(1, dtensors)] == [2 * 5]
+    assert [len(names) for names in group_results(1, dtensors)] == [6]
 
 
 def test_interleaved_head_groups_by_the_documented_permutation() -> None:
@@ -669,6 +694,19 @@ def test_a_call_uses_the_config_with_room_for_transfers(monkeypatch: pytest.Monk
     assert (prepared(Ring(), backend="triton", config=given).config, asked) == (roomy, [given])
 
 
+def test_persistent_kernels_leave_multiprocessors_for_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transports of both levels count, up to half of the GPU. One that does not tell changes nothing."""
+    monkeypatch.setattr(ring_module, "gpu_or_interpreter", lambda device: SimpleNamespace(multiprocessors=20))
+    plain, ring = KernelConfig(TILE, TILE, TILE), Ring()
+    persistent = replace(plain, persistent=True)
+    for used, margin in (((3,), 3), ((3, 4), 7), ((0,), 0), ((8, 9), 10), ((), None), ((3, None), None)):
+        ring._transports = tuple(Mock(multiprocessors=each) for each in used)
+        assert ring.with_sm_margin(persistent) == replace(persistent, sm_margin=margin)
+    ring._transports = (Mock(multiprocessors=3),)
+    for config in (None, plain, replace(persistent, sm_margin=1)):
+        assert ring.with_sm_margin(config) is config
+
+
 def test_settings_of_the_ring_reach_the_loops() -> None:
     scores = Scores(softcap=2.0)
 
@@ -716,10 +754,15 @@ def test_a_closed_ring_is_refused() -> None:
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
 
 
-def test_a_compiled_call_refuses_a_deleted_ring() -> None:
-    packed = pack_call(AttentionArgs(), Ring(), None)
-    with pytest.raises(RuntimeError, match="ring of a compiled call was deleted"):
-        torch.ops.ringattn.ring_attention(*DOORS["ring_attention"][1].values(), *packed)
+def test_a_compiled_call_refuses_a_deleted_ring_or_group() -> None:
+    calls = {"ring": pack_call(AttentionArgs(), Ring(), None)}
+    with LocalWorld(1) as world:
+        (calls["group"],) = world.run(lambda group: pack_call(AttentionArgs(), None, group))
+    del world
+    gc.collect()
+    for name, packed in calls.items():
+        with pytest.raises(RuntimeError, match=f"{name} of a compiled call was deleted"):
+            torch.ops.ringattn.ring_attention(*DOORS["ring_attention"][1].values(), *packed)
 
 
 def test_leaving_a_ring_by_an_error_ends_the_transfers_of_other_ranks() -> None:

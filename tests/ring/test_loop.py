@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from ringattn import Layout
 from ringattn.comm import Placed, Slots
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Mask, Trace
-from ringattn.ring.buffers import Chunk, Heads, RingBuffer, RingCall, build_payload
+from ringattn.ring.buffers import Chunk, Heads, PostKey, RingBuffer, RingCall, TransferKind, build_payload
 from ringattn.ring.dkv import DkvAccumulators
 from ringattn.ring.loop import compute_dkdv, partial_sums
 from ringattn.ring.schedule.schedule import schedule
@@ -162,10 +162,18 @@ def test_views_of_slots_are_cached_and_one_rank_needs_no_memory(hops: int) -> No
     assert first is second and [x.shape for x in first] == [x.shape for x in pair]
 
 
+def test_a_post_is_named_by_its_phase_hop_content_and_chunk() -> None:
+    kv, dkv = "K/V for hop 5", "dK/dV"
+    contents = ["K/V by rail for hop 5", kv, dkv, kv, "dK/dV by rail"]
+    names = [str(PostKey("backward", 3, kind, 5, 1)) for kind in sorted(TransferKind)]
+    assert names == [f"backward hop 3: {content}, chunk 1" for content in contents]
+
+
 def test_a_post_reports_its_sizes_and_leaves_out_empty_tensors() -> None:
     reports: list[Any] = []
+    spans: Any = MagicMock()
     call = RingCall(
-        plan=Mock(), phase="forward", transports=(Mock(),), kv_slots=Mock(), dkv_slots=Mock(), record_span=Mock(),
+        plan=Mock(), phase="forward", transports=(Mock(),), kv_slots=Mock(), dkv_slots=Mock(), record_span=spans,
         heads=(), prefetch=1, on_post=lambda *report: reports.append(report[2:]),
     )  # fmt: skip
     here, there = (torch.zeros(3), torch.zeros(0)), (torch.ones(3), torch.ones(0))
@@ -174,10 +182,14 @@ def test_a_post_reports_its_sizes_and_leaves_out_empty_tensors() -> None:
     call.post(0, Mock(), sends, receives, [])
     assert reports == [([], ((1, 12),), ((2, 20),))]
     fence, trace = Mock(), Trace(torch.device("cpu"))
-    trace.wrap_call(call).post(0, Mock(), sends, receives, [fence])
+    recorded = trace.wrap_call(call)
+    recorded.post(0, Mock(), sends, receives, [fence])
     first, begin = call.transports[0].post.call_args.kwargs["after"]  # type: ignore[attr-defined]
     assert first is fence  # a transfer begins when everything that it waits for is done
     begin.wait()
     begun = begin.at
     begin.wait()
     assert begin.at == begun and begin.done()
+    with recorded.record_span("compute", Mock(index=2)):
+        pass
+    assert spans.call_args.args[0] == "compute" and [span.hop for span in trace.spans] == [2]  # telemetry goes on

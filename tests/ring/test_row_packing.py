@@ -159,6 +159,7 @@ def test_dropout_uses_positions_of_the_packed_sequence(world: int) -> None:
         ({"cu_seqlens": torch.tensor([[0, 9, 36]] * BATCH)}, {"cu_seqlens": [0, 9, 36]}),
         ({"cu_seqlens": [[0, 9, 36], [0, 9, 9, 36], [0, 9, 36, 36]]}, {"cu_seqlens": [0, 9, 36]}),
         ({"key_mask": torch.ones(BATCH, TOKENS, dtype=torch.bool), "leftpad_k": [0] * BATCH}, {}),
+        ({"leftpad_k": [0] * BATCH, "seqused_k": [30, 9, 1]}, {"seqused_k": [30, 9, 1]}),
         ({"key_mask": torch.tensor([[36], [7], [0]]) > AT}, {"seqused_k": [36, 7, 0]}),
         ({"key_mask": torch.tensor([[36], [7], [0]]) > AT, "seqused_k": [30, 9, 1]}, {"seqused_k": [30, 7, 0]}),
     ],

@@ -137,17 +137,45 @@ def test_runs_of_tokens_use_slots_of_their_own() -> None:
         assert names == {f"K/V of {other}": runs for other in others}
 
 
-def test_a_slot_is_in_use_until_its_content_is_sent_on() -> None:
-    steps = plan(Layout.contiguous(8, 4), Mask(), 0, 1, torch.device("cpu"), None, 3)
+Uses = list[tuple[str, float, float]]
+
+
+def uses_of_slots(posts: list[CompletedPost], computed: dict[int, list[tuple[float, float]]], runs: int = 1) -> Uses:
+    """Return name, begin and end of each use of a slot of rank 0 of 4."""
+    steps = plan(Layout.contiguous(8, 4), Mask(), 0, 1, torch.device("cpu"), None, 3, runs=runs)
+    return [(use.name, use.begin, use.end) for use in slot_trace(posts[0].key.phase, steps, posts, computed)]
+
+
+@pytest.mark.parametrize(
+    ("first_received", "last_sent", "expected"),
+    [
+        # the K/V of hop 1 are received by the post of hop 0 and sent by that of hop 1; those of hop 3 stay
+        (4, 4, [("K/V of 3", 0.0, 45.0), ("K/V of 2", 10.0, 55.0), ("K/V of 1", 20.0, 55.0)]),
+        (0, 0, [("K/V of 3", 9.0, 45.0), ("K/V of 2", 10.0, 45.0), ("K/V of 1", 20.0, 55.0)]),
+    ],
+)
+def test_a_slot_is_in_use_until_its_content_is_sent_on(first_received: int, last_sent: int, expected: Uses) -> None:
     posts = [
-        CompletedPost(PostKey("forward", hop, TransferKind.KV, hop + 1, 0), 10.0 * hop, 10.0 * hop + 35, 4, 4)
-        for hop in range(3)
+        CompletedPost(PostKey("forward", hop, TransferKind.KV, hop + 1, 0), 10.0 * hop, 10.0 * hop + 35, *sizes)
+        for hop, sizes in enumerate([(4, first_received), (4, 4), (last_sent, 4)])
     ]
-    uses = slot_trace("forward", steps, posts, {hop: [(10.0 * hop, 10.0 * hop + 1)] for hop in range(4)})
-    # the K/V of hop 1 are received by the post of hop 0 and sent by that of hop 1; those of hop 3 stay
-    assert [(use.name, use.begin, use.end) for use in uses] == [
-        ("K/V of 3", 0.0, 45.0), ("K/V of 2", 10.0, 55.0), ("K/V of 1", 20.0, 55.0),
-    ]  # fmt: skip
+    assert uses_of_slots(posts, {hop: [(10.0 * hop - 1, 10.0 * hop + 1)] for hop in range(4)}) == expected
+
+
+@pytest.mark.parametrize(("sent", "received"), [(4, 4), (4, 0), (0, 4)])
+def test_a_slot_for_dkv_is_in_use_from_the_first_part_or_arrival(sent: int, received: int) -> None:
+    """At hop 1 this rank computes the first part of dK/dV of rank 3; those of rank 2 arrive for hop 2."""
+    post = CompletedPost(PostKey("backward", 1, TransferKind.DKV, 1, 0), 20.0, 30.0, sent, received)
+    own, other = [("dK/dV of 3", 10.0, 30.0)] * bool(sent), [("dK/dV of 2", 20.0, 40.0)] * bool(received)
+    assert uses_of_slots([post], {1: [(10.0, 15.0)], 2: [(31.0, 40.0)]}) == own + other
+
+
+def test_each_run_of_tokens_has_its_own_transfers() -> None:
+    posts = [
+        CompletedPost(PostKey("forward", 0, TransferKind.KV, 1, chunk), 100.0 * chunk, 100.0 * chunk + 9, 4, 4)
+        for chunk in range(2)
+    ]
+    assert uses_of_slots(posts, {}, runs=2) == [("K/V of 3", 0.0, 9.0), ("K/V of 3", 100.0, 109.0)]
 
 
 def test_a_transfer_on_the_host_ends_when_its_fence_says(monkeypatch: pytest.MonkeyPatch) -> None:
