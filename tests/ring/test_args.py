@@ -599,7 +599,7 @@ OF_SHARDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", [None, (1, 2)])
+@pytest.mark.parametrize("mesh", [None, (1, 2), (2, 1)])
 @pytest.mark.parametrize("door", [shard, unshard])
 def test_differing_shard_arguments_are_refused_on_both_ranks(
     door: Callable[..., Any], mesh: tuple[int, int] | None

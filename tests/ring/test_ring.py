@@ -380,6 +380,15 @@ def test_a_second_call_at_the_same_time_fails_both() -> None:
     run_ranks(2, on_rank)
 
 
+def test_a_ring_of_one_rank_serves_several_threads_and_forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for nobody. Each device has its own default ring."""
+    x, cpu = torch.ones(1, 4, 1, 8), torch.device("cpu")
+    with Ring() as ring, ring._call_guard(cpu), ring._call_guard(cpu), monkeypatch.context() as forked:
+        forked.setattr(ring_module, "os", Mock())  # getpid
+        assert torch.equal(ring_attention(x, x, x, ring=ring), x)
+    assert len({default_ring(None, torch.device("cuda", index)) for index in range(2)} | {default_ring(None, cpu)}) == 3
+
+
 def test_a_sink_is_not_modified() -> None:
     """The kernels update the start state, which must not share the sink's memory even for one query of one row."""
     q, k, v = (torch.randn(1, rows, 2, 16) for rows in (1, 8, 8))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -119,8 +121,9 @@ def test_speeds_are_equal_on_all_ranks_and_feed_layouts() -> None:
             row = RankRow(1, 0.0, "", compute=2.0 if group.rank() == 1 else 1.0)
             others = Report((group.rank() + 1) % 3, 0.0, RankRow(1, 0.0, "", compute=9.0))  # as of now, or older
             ring.telemetry = lambda: (others, Report(group.rank(), 0.0, row))  # type: ignore[method-assign]
-            with pytest.raises(ValueError, match=r"work is \[1, 0, 1\]"):
-                ring.speeds([1, 0, 1])
+            for wrong in ([1, 0, 1], [1, -1, 1], [1, 1], [1, math.inf, 1]):
+                with pytest.raises(ValueError, match=f"work is {re.escape(str(wrong))}: it must be 3 finite numbers"):
+                    ring.speeds(wrong)
             speeds = [before, *map(ring.speeds, (None, [1, 2, 1], [1000, 1000, 1]))]
             ring.telemetry = lambda: (Report(group.rank(), 0.0, row),) if group.rank() else ()  # type: ignore[method-assign]
             assert ring.speeds() == before, "rank 0 has not computed yet"
