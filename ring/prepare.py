@@ -136,7 +136,7 @@ def prepare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     needs_backward, by_row = gradient is None or call.has_backward, rows is not None
     if args.backend == "auto" and args.config is None:
         adopted = find_adopted_kernel(
-            q, k, v, args, call.layouts, call.mask, call.scores, needs_backward=needs_backward, by_row=by_row
+            q, k, v, args, layouts, call.mask, call.scores, needs_backward=needs_backward, by_row=by_row
         )
         call.backend, call.config = adopted or (call.backend, call.config)
     call.chunks = ring.chunks or 1

@@ -17,6 +17,7 @@ from ringattn.comm import Limits, LocalGroup, group_rank_size, open_transport
 from ringattn.comm.transports.local import LocalTransport
 from ringattn.comm.world import DEFAULT_TIMEOUT, LocalMesh
 from ringattn.conformance.cases import pairwise_cases
+from ringattn.ring import prepare
 from ringattn.ring.mesh import resolve_mesh_rings, ring_layout, ulysses_layout
 from ringattn.ring.ring import default_ring
 
@@ -281,6 +282,14 @@ def test_meshes_of_a_local_world() -> None:
         assert world.run(lambda group: group_rank_size(group.mesh(2, 2))) == [(rank, 4) for rank in range(4)]
         with pytest.raises(ValueError, match=r"group is a .*LocalMesh"):
             world.run(lambda group: Ring(group.mesh(2, 2)))
+
+
+def test_adopted_kernels_are_chosen_by_the_layouts_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute the tokens of joined ranks, which may have more spans than one rank alone, or fewer."""
+    seen: list[tuple[Layout, ...]] = []
+    monkeypatch.setattr(prepare, "find_adopted_kernel", lambda q, k, v, args, layouts, *_, **__: seen.append(layouts))
+    run_ranks(4, lambda group: attend(group.mesh(2, 2), *qkv(group)))
+    assert seen == [(ring_layout(Layout.zigzag(24, 4), 2),) * 2] * 4
 
 
 def test_two_meshes_over_the_same_ranks() -> None:
