@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -694,17 +693,10 @@ def test_a_call_uses_the_config_with_room_for_transfers(monkeypatch: pytest.Monk
     assert (prepared(Ring(), backend="triton", config=given).config, asked) == (roomy, [given])
 
 
-def test_persistent_kernels_leave_multiprocessors_for_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transports of both levels count, up to half of the GPU. One that does not tell changes nothing."""
-    monkeypatch.setattr(ring_module, "gpu_or_interpreter", lambda device: SimpleNamespace(multiprocessors=20))
-    plain, ring = KernelConfig(TILE, TILE, TILE), Ring()
-    persistent = replace(plain, persistent=True)
-    for used, margin in (((3,), 3), ((3, 4), 7), ((0,), 0), ((8, 9), 10), ((), None), ((3, None), None)):
-        ring._transports = tuple(Mock(multiprocessors=each) for each in used)
-        assert ring.with_sm_margin(persistent) == replace(persistent, sm_margin=margin)
+def test_kernels_that_are_not_persistent_leave_no_room_for_transfers() -> None:
+    ring, plain = Ring(), KernelConfig(TILE, TILE, TILE)
     ring._transports = (Mock(multiprocessors=3),)
-    for config in (None, plain, replace(persistent, sm_margin=1)):
-        assert ring.with_sm_margin(config) is config
+    assert ring.with_sm_margin(None) is None and ring.with_sm_margin(plain) is plain
 
 
 def test_settings_of_the_ring_reach_the_loops() -> None:

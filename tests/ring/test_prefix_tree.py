@@ -37,7 +37,7 @@ def ancestors(tree: PrefixTree, node: int) -> list[int]:
 def test_trees_by_their_definition(seed: int) -> None:
     tree = random_tree(seed)
     parts = [tree.lengths[node] * [node] for node in range(len(tree.lengths))]
-    nodes = tree.pack([*map(torch.tensor, parts)]).tolist()
+    nodes = tree.pack([torch.tensor([part]) for part in parts], 1)[0].tolist()
     assert all(nodes[start] == node and nodes[start - 1] != node for node, start in enumerate(tree.starts) if start)
     visible = [
         [key in ancestors(tree, query) and i >= j for j, key in enumerate(nodes)] for i, query in enumerate(nodes)
@@ -197,6 +197,7 @@ def test_masks_of_too_many_positions_are_refused() -> None:
     lambda tree: tree.next_tokens(torch.tensor([3, 0, 3])),
     lambda tree: tree.next_tokens(torch.tensor([[0, 1]])),
     lambda tree: tree.next_tokens([0, 1]),
+    lambda tree: tree.next_tokens(torch.tensor([False, True])),
     lambda tree: tree.path(3),
     lambda tree: tree.path("1"),
     lambda tree: tree.gather_logprobs([0.0], layout=None, grad="slice"),

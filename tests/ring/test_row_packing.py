@@ -43,6 +43,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
     ("hiding", "mask", "layout", "world", "sink"), pairwise_cases(HIDING, MASKS, LAYOUTS, [1, 2, 3], [False, True])
 )
