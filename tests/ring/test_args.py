@@ -23,28 +23,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringattn import (
-    Layout,
-    LocalWorld,
-    RectangleAttention,
-    Ring,
-    Supports,
-    halo,
-    positions,
-    relayout,
-    ring_attention,
-    roll,
-    shard,
-    single_rank,
-    unshard,
-)
-from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, TransportError
+from ringattn import Layout, LocalWorld, Ring, halo, positions, relayout, ring_attention, roll, shard, unshard
+from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, TransportError, single_rank
 from ringattn.comm.control import open_control
 from ringattn.kernels import KernelConfig, Scores, Tile
 from ringattn.ring import BlockMask, Intervals, bigbird, fixed, longformer, prefix_tree, slices, strided
 from ringattn.ring import prepare as prepare_module
 from ringattn.ring import ring as ring_module
 from ringattn.ring.args import ARG_SPECS, AttentionArgs, Compare, Options, take_args
+from ringattn.ring.local.protocol import Supports
+from ringattn.ring.local.rectangles import RectangleAttention
 from ringattn.ring.ops import pack_call, unpack_call
 from ringattn.ring.prepare import Call, autocast_inputs, check_sink, prepare_call
 from ringattn.ring.ring import call_device
@@ -449,13 +437,14 @@ def test_none_equals_the_number_that_disables_a_feature(none: dict[str, Any], nu
         )
 
 
+UNEVEN = {"layout": Layout.uneven([8, 9])}
 EIGHTS = {"block_mask": BlockMask(torch.ones(2, 2).bool(), 8)}
 NINE_KEYS = {"layout": Layout.uneven([8, 8]), "align": "top-left", "k": x(9, 2), "v": x(9, 2)}
 SHORT = {name: x(9, heads) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # both ranks pass the same wrong arguments
     ({"layout": None}, {"layout": None}, "layout is None with 2 ranks"),
-    ({"layout": Layout.contiguous(30, 2)}, {"layout": Layout.contiguous(30, 2)}, "but layout has"),
+    (UNEVEN, UNEVEN, "q has 8 tokens, but layout has 9 for rank 1"),
     (EIGHTS, EIGHTS, r"layout gives rank 0 the span \(0, 4, 1\): .* whole blocks of 8 positions"),
     ({"group": "both"}, {"group": "both"}, "ring and group are both given"),
     (NINE_KEYS, NINE_KEYS, "k has 9 tokens and q has 8: without kv_layout"),

@@ -134,17 +134,12 @@ def test_a_single_pass_backward_makes_two_chunks(adopted: bool, monkeypatch: pyt
         return (fused.TritonAttention(), single) if adopted and needs_backward and local.has_single_pass else None
 
     def chunks(
-        ring: Ring,
-        *,
-        has_single_pass: bool,
-        dim: int = 16,
-        kv_heads: int = 1,
-        grad: bool = True,
-        dtype: torch.dtype = torch.float32,
+        ring: Ring, *, has_single_pass: bool, dim: int = 16, kv_heads: int = 1, grad: bool = True, is_half: bool = False
     ) -> set[int]:
         """Return the numbers of chunks of a call's passes."""
         local.has_single_pass, local.seen = has_single_pass, set[int]()
-        q, k, v = (torch.randn(1, 6, heads, dim).to(dtype).requires_grad_(grad) for heads in (2, kv_heads, kv_heads))
+        q, k, v = (torch.randn(1, 6, heads, dim) for heads in (2, kv_heads, kv_heads))
+        q, k, v = ((x.half() if is_half else x).requires_grad_(grad) for x in (q, k, v))
         config = single if has_single_pass and not adopted else None
         backend = "auto" if adopted else "triton"
         out: Any = ring_attention(q, k, v, layout="zigzag", ring=ring, causal=True, backend=backend, config=config)
@@ -159,7 +154,9 @@ def test_a_single_pass_backward_makes_two_chunks(adopted: bool, monkeypatch: pyt
             assert chunks(ring, has_single_pass=one, grad=False) == {1}
             for kv_heads in (1, 2):
                 assert chunks(ring, has_single_pass=one, kv_heads=kv_heads) == {2}
-            assert chunks(ring, has_single_pass=False, dim=32) == chunks(ring, has_single_pass=False, dtype=HALF) == {1}
+            assert (
+                chunks(ring, has_single_pass=False, dim=32) == chunks(ring, has_single_pass=False, is_half=True) == {1}
+            )
         for given in (1, 3):
             with Ring(group, chunks=given) as ring:
                 assert chunks(ring, has_single_pass=one) == chunks(ring, has_single_pass=one, grad=False) == {given}

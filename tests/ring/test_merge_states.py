@@ -82,6 +82,9 @@ OUT = torch.zeros(1, 3, 2, 4)
         ([OUT], [torch.zeros(1, 3, 2)], r"lses\[0\] is .* \[1, 3, 2\] .*: it must be \[B, H, S\]"),
         ([OUT], [torch.zeros(1, 2, 3, device="meta")], r"lses\[0\] is .* on meta: it must be \[B, H, S\]"),
         ([torch.zeros(3, 2, 4)], [torch.zeros(2, 3)], r"outs\[0\] is .*: it must be a floating-point tensor of shape"),
+        ([OUT.int()], [torch.zeros(1, 2, 3)], r"outs\[0\] is torch.int32 .*: it must be a floating-point tensor"),
+        ([OUT, OUT[:, :2]], [torch.zeros(1, 2, 3)] * 2, r"outs\[1\] is .* \[1, 2, 2, 4\] .*: it must be like"),
+        ([OUT, OUT.to("meta")], [torch.zeros(1, 2, 3)] * 2, r"outs\[1\] is .* on meta: it must be like outs\[0\]"),
         ([OUT, OUT.half()], [torch.zeros(1, 2, 3)] * 2, r"outs\[1\] is torch.float16 .*: it must be like outs\[0\]"),
     ],
 )

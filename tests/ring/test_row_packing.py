@@ -43,7 +43,6 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
     ("hiding", "mask", "layout", "world", "sink"), pairwise_cases(HIDING, MASKS, LAYOUTS, [1, 2, 3], [False, True])
 )
