@@ -285,7 +285,7 @@ def test_meshes_of_a_local_world() -> None:
 
 
 def test_adopted_kernels_are_chosen_by_the_layouts_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They compute the tokens of joined ranks, which may have more spans than one rank alone, or fewer."""
+    """A ring computes the tokens of joined ranks, which may have more spans than those of one rank, or fewer."""
     seen: list[tuple[Layout, ...]] = []
     monkeypatch.setattr(prepare, "find_adopted_kernel", lambda q, k, v, args, layouts, *_, **__: seen.append(layouts))
     run_ranks(4, lambda group: attend(group.mesh(2, 2), *qkv(group)))
