@@ -14,7 +14,7 @@ import torch
 from .protocol import AXES, TargetCall
 from .standalone import Results, draw_whole, uneven_lengths
 
-TOKENS_PER_RANK, HEAD_DIM, BATCH, DROPOUT = 16, 16, 2, 0.25
+TOKENS_PER_RANK, HEAD_DIM, DROPOUT = 16, 16, 0.25
 PROBE_STEP = 64.0  # change of a value in the probe
 
 

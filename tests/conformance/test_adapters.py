@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from ringattn import Layout
 from ringattn.conformance.adapters import flash_rings, lucidrains, megatron, ours, torch_rings
 from ringattn.conformance.cases import Case
 from ringattn.conformance.evidence import run_case
-from ringattn.conformance.protocol import READY, TargetCall, load_target, resolve_path
+from ringattn.conformance.protocol import AXES, READY, TargetCall, load_target, resolve_path
 from ringattn.conformance.referee import judge
 from ringattn.conformance.standalone import attend_plainly
 
@@ -74,24 +75,12 @@ def test_every_adapter_describes_itself(name: str, monkeypatch: pytest.MonkeyPat
     target = load_target(name)
     assert resolve_path(name).startswith("ringattn.conformance.adapters.") and target.version
     assert ringattn.__version__ in target.version or "1.0 of " in target.version or torch.__version__ in target.version
-    cases = [
-        Case(
-            mask,
-            documents,
-            layout=layout,
-            world=world,
-            dtype="bfloat16" if "flash" in resolve_path(name) else "float32",
-        )
-        for mask, documents, layout, world in product(
-            ("causal", "full"),
-            ("none", "aligned", "ragged"),
-            ("contiguous", "zigzag", "striped", "uneven"),
-            (1, 2, 3, 4),
-        )
-    ]
-    supported = {
-        case for case in (replace(case, heads="4/4", gradients="none") for case in cases) if not target.refusal(case)
-    }
+    dtype = "bfloat16" if "flash" in resolve_path(name) else "float32"
+    cases = (
+        Case(*values, dtype=dtype, heads="4/4", gradients="none")
+        for values in product(("causal", "full"), AXES["documents"], ("plain",), AXES["layout"], (1, 2, 3, 4))
+    )
+    supported = {case for case in cases if not target.refusal(case)}
     assert supported
     for case in supported:
         tokens = torch.cat([target.positions(case.call(rank)) for rank in range(case.world)])
@@ -165,9 +154,8 @@ class Flash(torch.autograd.Function):
         if edges is None:
             out, lse, *_ = flash_rings._flash_attn_forward(q, k, v, **rest)
         else:
-            rows = [
-                flash_rings._flash_attn_varlen_forward(*x, edges, edges, **rest)[:2] for x in zip(q, k, v, strict=True)
-            ]
+            varlen = flash_rings._flash_attn_varlen_forward
+            rows = [varlen(*x, edges, edges, **rest)[:2] for x in zip(q, k, v, strict=True)]
             out, lse = (torch.stack(parts) for parts in zip(*rows, strict=True))
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
@@ -254,11 +242,8 @@ def test_zhuzilins_modules_load_without_their_package(tmp_path: Path, monkeypatc
     (tmp_path / "ring_flash_attn" / "__init__.py").write_text("raise ImportError('transformers')")
     (tmp_path / "ring_flash_attn" / "one.py").write_text("import flash_attn\nversion = flash_attn.__version__")
     monkeypatch.syspath_prepend(tmp_path)
-    modules = {
-        name: module
-        for name, module in sys.modules.items()
-        if name.split(".")[0] not in ("flash_attn", "ring_flash_attn")
-    }
+    theirs = ("flash_attn", "ring_flash_attn")
+    modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] not in theirs}
     monkeypatch.setattr(sys, "modules", modules)
     monkeypatch.setattr(flash_rings, "find_spec", lambda name: None if name == "flash_attn" else find_spec(name))
     for _ in range(2):
@@ -329,6 +314,26 @@ def test_pytorchs_ring_gets_every_option(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="attention_mask is not supported"):
         torch_rings.accelerate.attend(q, q, q, replace(call, positions=torch.arange(2)))
     assert isinstance(hooked[0].self_attn, torch_rings._SelfAttention)
+
+
+def test_flex_attention_gets_the_mask_of_the_whole_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    flex: Any = import_module("torch.nn.attention.flex_attention")
+    sdpa: Any = torch.nn.functional.scaled_dot_product_attention
+    parallel = Mock(AttentionType=SimpleNamespace(FLEX="flex"))
+    parallel.return_value.flex_input_fn = lambda module, inputs, options, mesh: (inputs, options)
+    at = torch.arange(16)
+    for module, name, value in (
+        (theirs, "_create_cp_block_mask", lambda mask_mod, *sizes: mask_mod(0, 0, at[:, None], at)),
+        (theirs, "_ContextParallel", parallel), (theirs._cp_options, "enable_load_balance", True),
+        (theirs, "_compiled_create_block_mask", None), (flex, "_DEFAULT_SPARSE_BLOCK_SIZE", 128),
+        (flex, "flex_attention", lambda *tensors, block_mask, **options: sdpa(*tensors, block_mask, **options)),
+        (torch_rings, "init_device_mesh", lambda *how: how),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    assert sentence(torch_rings.flex.attend, Case("window", "ragged", "scale", gradients="none")) == "right"
+    assert parallel.call_args.args == (2, "flex") and theirs._cp_options.enable_load_balance is False
+    assert theirs._compiled_create_block_mask is flex.create_block_mask and flex._DEFAULT_SPARSE_BLOCK_SIZE == 16
 
 
 def test_diffusers_gets_one_configuration_for_each_kind_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:

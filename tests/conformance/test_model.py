@@ -57,10 +57,11 @@ def judge_ranks(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, faili
         monkeypatch.setattr(dist, "get_world_size", lambda: world)
         for rank in range(world):
             monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            assert arguments == (5,)
             values.append(work(Target(SimpleNamespace(attend=build)), rank, *arguments))
         return Reply("ok", values)
 
-    return judge_model(cast(Referee, SimpleNamespace(worlds=[3], seed=0, request=request)))
+    return judge_model(cast(Referee, SimpleNamespace(worlds=[3], seed=5, request=request)))
 
 
 def on_several(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Logits]:
@@ -80,10 +81,10 @@ MODELS: dict[str, tuple[Callable[[], Any], set[str], set[str], str]] = {
     "logits as an attribute": (lambda: Changed(lambda *both: SimpleNamespace(logits=[*both])), set(), set(), ""),
     "own loss": (OwnLoss, set(), set(), ""),
     "sees the future": (lambda: Decoder(sees_future=True), {"causality", "documents"}, set(), f"{FUTURE}: token "),
-    "mixes documents": (lambda: Decoder(ignores_documents=True), {"documents"}, set(), f"{DOCUMENT}: token 1 "),
-    "dropout": (
-        lambda: Changed(lambda logits, at: (F.dropout(logits), at)),
-        {"causality", "documents"}, SCALED, f"{EQUAL_ROWS}: rank ",
+    "mixes documents": (lambda: Decoder(ignores_documents=True), {"documents"}, set(), f"{DOCUMENT}: token "),
+    "dropout on the last rank": (
+        lambda: Changed(lambda logits, at: (F.dropout(logits) if at[0] >= 80 else logits, at)), set(), ALL,
+        f"{EQUAL_ROWS}: rank 2, token 80",
     ),
     "dead": (
         lambda: Changed(lambda logits, at: (logits * 0 + torch.arange(16.0), at)),
@@ -121,18 +122,15 @@ def test_a_model_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_loss_is_that_of_the_next_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = dict[str, Tensor]()
 
-    def keep(logits: Tensor, at: Tensor) -> Logits:
-        seen["logits"] = logits
-        return logits, at
-
-    class Keeps(Changed):
-        def forward(self, tokens: Tensor, cu_seqlens: Any = None) -> Any:
-            seen["tokens"] = tokens
-            return super().forward(tokens, cu_seqlens)
+    class Keeps(Decoder):
+        def forward(self, tokens: Tensor, cu_seqlens: Any = None) -> Logits:
+            logits, at = super().forward(tokens, cu_seqlens)
+            seen.update(tokens=tokens, logits=logits)
+            return logits, at
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    found = run_model(Target(SimpleNamespace(attend=lambda: Keeps(keep))), 0, 0)
+    found = run_model(Target(SimpleNamespace(attend=Keeps)), 0, 0)
     assert seen["tokens"].shape == (1, TOKENS) and seen["logits"].shape == (1, TOKENS, VOCABULARY)
     expected = F.cross_entropy(seen["logits"][0, :-1], seen["tokens"][0, 1:])
     assert found["loss"] == pytest.approx(expected.item(), rel=1e-5)

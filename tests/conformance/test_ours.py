@@ -9,7 +9,7 @@ import pytest
 from ringattn import Layout
 from ringattn.conformance.cases import Case, select_cases
 from ringattn.conformance.referee import RIGHT, Referee
-from ringattn.conformance.standalone import default_positions
+from ringattn.conformance.standalone import default_positions, uneven_lengths
 from ringattn.reference.scores import AttentionOptions
 
 from ..support.mask_cases import RingCase, check_case
@@ -28,9 +28,10 @@ def attention_options(call: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_a_case_is_as_exact_as_pytorch(case: Case) -> None:
     """Virtual ranks are compared with a stricter limit than that of other targets."""
-    call = case.call()
-    shards = [default_positions(case.call(rank)).tolist() for rank in range(case.world)]
-    layout = Layout([[(at, 1) for at in shard] for shard in shards])
+    call, lengths = case.call(), uneven_lengths(case.world)
+    is_uneven = case.layout == "uneven"
+    layout = Layout.uneven(lengths) if is_uneven else getattr(Layout, case.layout)(case.tokens, case.world)
+    assert all(layout.positions(rank).equal(default_positions(case.call(rank))) for rank in range(case.world))
     grads = "" if case.gradients == "none" else "qkvs"
     check_case(
         RingCase(

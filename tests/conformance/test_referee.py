@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -63,7 +64,7 @@ def verdict(ranks: Ranks, name: str, case: Case = FORWARD, deadline: float = 30.
 ])  # fmt: skip
 def test_a_target_that_misbehaves_is_named(name: str, status: str, text: str, ranks: Ranks) -> None:
     outcome = verdict(ranks, name)
-    assert outcome.status == status and text in outcome.sentence()
+    assert outcome.status == status and text in outcome.sentence() and (text or not outcome.notes)
     clean = verdict(ranks, "attend", Case())
     assert clean.status == "right" and not clean.notes
 
@@ -121,6 +122,9 @@ def test_the_answers_of_all_ranks_are_one_reply(monkeypatch: pytest.MonkeyPatch)
         assert processes.run(max, deadline=5.0).text == "no answer from rank 0, 1"
     assert seconds == pytest.approx([5.0 + ranks_module.START_SECONDS, 5.0], abs=1.0), "only the start takes longer"
     monkeypatch.undo()
+    (processes._folder / "0.err").write_text("first\nlast\n")
+    processes._processes = [Mock(exitcode=-9)]
+    assert processes._last_words(0) == "is killed by SIGKILL: last"
     processes._processes, processes._pipes = [], []
     assert processes._folder.is_dir()
     processes.close()
@@ -138,6 +142,7 @@ def test_a_refusal_must_name_the_feature(ranks: Ranks) -> None:
     assert sentence("dropout is not supported") == "raises: ValueError: dropout is not supported; noted"
     assert sentence("too many heads", "RuntimeError") == "raises: RuntimeError: too many heads; noted"
     assert len(sentence("long " * 999)) == len("raises: ; noted") + 300
+    assert judge(Case(), lambda case: Reply("hangs", [], text="no answer")).sentence().endswith(": hangs: no answer")
 
 
 def test_a_target_without_a_version_is_known_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +155,11 @@ def test_a_target_without_a_version_is_known_by_its_file(tmp_path: Path, monkeyp
 
 
 def test_a_target_that_cannot_be_loaded() -> None:
-    for target, text in (("no.such:thing", "cannot be imported"), (protocol.__name__, "no function attend")):
+    name = protocol.__name__
+    for target, text in (
+        ("no.such:thing", "cannot be imported"), (f"{name}:missing", "cannot be imported: AttributeError"),
+        (name, "no function attend"), (f"{name}:AXES", "no function attend"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             protocol.load_target(target)
     with Referee(f"{bad_targets.__name__}:misspelt") as referee, pytest.raises(ValueError, match="windows"):
@@ -192,6 +201,8 @@ def test_a_referee_shares_its_budget_and_ends_its_processes(monkeypatch: pytest.
         assert len([*judging.outcomes(cases)]) == 12
         log.clear()
     assert log == ["end 1"]
+    monkeypatch.setattr(judging, "request", lambda world, work, case: reply_alone(work, bad_targets.attend, case))
+    assert judging.shards(Case(layout="striped")) == [[*range(0, 32, 2)], [*range(1, 32, 2)]]
     for worlds in ((1, 0), (-1,)):
         with pytest.raises(ValueError, match=f"worlds has {min(worlds)}"):
             Referee("ringattn", worlds=worlds)
@@ -241,37 +252,45 @@ def test_every_value_of_an_axis_is_in_the_call() -> None:
         "none": (Case("full", gradients="none"), {}),
         "lse": (Case("full", gradients="out and lse"), {"needs_lse": True}),
         "uneven": (Case("full", layout="uneven", world=4), {"layout": "uneven", "world": 4, "tokens": 49}),
-        "length": (Case("full", world=1, length_world=3), {"world": 1, "tokens": 48}),
+        "length": (Case("full", "aligned", world=1, length_world=3),
+                   {"world": 1, "tokens": 48, "cu_seqlens": (0, 12, 30, 48)}),
     }  # fmt: skip
     for case, changed in options.values():
         call = vars(case.call())
         assert {name: x for name, x in call.items() if name not in sizes and x != plain[name]} == changed
     for name, case in (("sink", Case(scores="sink")), ("alibi_slopes", Case(scores="alibi"))):
         assert getattr(case.call(), name).shape == (4,) and case.call(1).rank == 1
+    assert Case("prefix", heads="4/4", gradients="none").features == {"prefix", "causal", "contiguous", "float32"}
 
 
 def test_every_supported_pair_of_values_is_chosen() -> None:
     def refuse(case: Case) -> str:
-        return "no" if case.dtype == "float16" or (case.mask == "window" and case.layout == "striped") else ""
+        return "no" if case.dtype == "float16" or (case.mask == "causal" and case.layout == "striped") else ""
 
     cases, refused = select_cases(refuse, (1, 2, 3))
     assert not any(map(refuse, cases)) and len(cases) == len({*cases})
     assert [case.dtype for case in refused] == ["float16"]
     assert {(case.mask, case.layout) for case in cases} == {
         (mask, layout) for mask in AXES["mask"] for layout in AXES["layout"]
-    } - {("window", "striped")}
+    } - {("causal", "striped")}
+    changes = [sum(getattr(case, axis) != getattr(cases[0], axis) for axis in AXES) for case in cases]
+    assert changes == sorted(changes, key=lambda count: count > 1), "simple ones first"
     seeded, _ = select_cases(refuse, (1, 2, 3), seed=5)
     assert (
         seeded == [replace(case, seed=5) for case in cases] and seeded[0].inputs()["q"].ne(cases[0].inputs()["q"]).any()
     )
-    assert cases[0] == Case() and select_cases(refuse, (3, 1))[0][0] == Case(world=3)
-    rows = pairwise_cases("ab", range(3), (True, False))
-    assert len({(a, b) for a, b, _ in rows}) == 6 and len({(b, c) for _, b, c in rows}) == 6
+    assert cases[0] == Case()
+    other, _ = select_cases(lambda case: "no" * (case.mask == "causal" or case.dtype == "float32"), (3, 1))
+    assert other[0] == Case("full", world=3, dtype="bfloat16")
+    rows = pairwise_cases(*[range(3)] * 4)
+    assert len(rows) == 9 and all(len({(row[a], row[b]) for row in rows}) == 9 for a, b in combinations(range(4), 2))
 
 
-def merge(outs: Any, lses: Any, weigh: Any = torch.exp, normalise: bool = True) -> tuple[Any, Any]:
-    lse, pivot = torch.stack([*lses]), torch.stack([*lses]).amax(0).nan_to_num(neginf=0.0)
-    weights = weigh(lse - pivot).transpose(2, 3)[..., None]
+def merge(
+    outs: Any, lses: Any, weigh: Any = torch.exp, normalise: bool = True, pivot: Any = torch.amax
+) -> tuple[Any, Any]:
+    lse = torch.stack([*lses])
+    weights = weigh(lse - pivot(lse, 0).nan_to_num(neginf=0.0)).transpose(2, 3)[..., None]
     out = (weights * torch.stack([x.float() for x in outs])).sum(0)
     return out / weights.sum(0).clamp(min=1e-30) if normalise else out, lse.logsumexp(0)
 
@@ -299,8 +318,16 @@ WRONG_MERGES: dict[str, tuple[Any, set[str]]] = {
     "": (merge_that_adds_blind_parts, {*KINDS}),
     f"two parts: wrong: {BASE_2_MERGE}": (bad_targets.merge_by_powers_of_2, ONE),
     "2 of a natural lse, and the sum is": (lambda outs, lses: merge(outs, lses, torch.exp2, False), ONE),
+    f"two parts: wrong: {BASE_2_MERGE}, and": (
+        lambda outs, lses: merge(outs, lses, torch.exp2, False, torch.logsumexp), ONE),
+    causes.BASE_E_MERGE: (lambda outs, lses: merge(outs, lses, lambda x: (x / 0.6931472).exp()), ONE),
     causes.NOT_NORMALISED: (lambda outs, lses: merge(outs, lses, normalise=False), ONE),
     causes.UNSCALED: (lambda outs, lses: (sum(outs), merge(outs, lses)[1]), ONE),
+    f"does not see: wrong: {causes.UNSCALED}": (lambda outs, lses: (sum(outs) / len(outs), merge(outs, lses)[1]), ONE),
+    f"not see: wrong: {causes.UNSCALED}": (lambda outs, lses: merge(outs, lses, lambda x: (x > -torch.inf) * 1.0), ONE),
+    f"two parts: wrong: {causes.ONE_PART}": (lambda outs, lses: (outs[0], lses[0]), ONE),
+    f"one part: wrong: {causes.LSE_16}": (lambda outs, lses: merge(outs, [lse.half().float() for lse in lses]), set()),
+    "one part: raises: list index out of range": (lambda outs, lses: outs[9], set()),
     causes.ONE_PART: (lambda outs, lses: (outs[-1], lses[-1]), ONE),
     causes.LSE_16: (lambda outs, lses: merge(outs, [lse.bfloat16().float() for lse in lses]), set()),
     causes.BASE_2: (lambda outs, lses: (merge(outs, lses)[0], merge(outs, lses)[1] / 0.6931472), set()),
@@ -327,7 +354,7 @@ def test_every_wrong_merge_is_named(cause: str) -> None:
     def request(world: int, work: Any, *arguments: Any) -> Reply:
         return reply_alone(work, wrong_merge, *arguments)
 
-    result = judge_merge(cast(Referee, SimpleNamespace(seed=0, request=request)))
+    result = judge_merge(cast(Referee, SimpleNamespace(seed=3, request=request)))
     assert {row["case"] for row in result.rows if row["status"] == "right"} == right
     assert len(result.failed) == len(KINDS) - len(right)
     assert not cause or any(cause in failure for failure in result.failed), result.failed

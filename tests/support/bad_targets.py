@@ -109,6 +109,7 @@ class Decoder(torch.nn.Module):
     def __init__(self, *, sees_future: bool = False, ignores_documents: bool = False, scale: float = 1.0) -> None:
         super().__init__()
         self.embed, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
+        self.unused = torch.nn.Parameter(torch.zeros(2))
         self.sees_future, self.ignores_documents, self.scale = sees_future, ignores_documents, scale
 
     def forward(self, tokens: Tensor, cu_seqlens: Any = None) -> tuple[Tensor, Tensor]:

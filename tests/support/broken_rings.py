@@ -20,7 +20,7 @@ from ringattn.conformance.cases import Case
 from ringattn.conformance.evidence import run_case
 from ringattn.conformance.protocol import Target, TargetCall
 from ringattn.conformance.ranks import Reply
-from ringattn.conformance.standalone import MisuseError, default_positions
+from ringattn.conformance.standalone import default_positions
 from ringattn.reference.masks import add_head_dim, visible
 from ringattn.reference.scores import ScoreOptions, apply_score_options, dropout_factors
 
@@ -161,8 +161,8 @@ def reply_alone(work: Callable[..., Any], attend: Callable[..., Any], *arguments
     """Return the reply to ``work`` of a target on one rank, in this process."""
     try:
         return Reply("ok", [work(Target(SimpleNamespace(attend=attend)), 0, *arguments)])
-    except MisuseError as error:
-        return Reply("error", [], "MisuseError", str(error))
+    except Exception as error:
+        return Reply("error", [], type(error).__name__, str(error))
 
 
 def run_defect(target: Target, rank: int, case: Case, defect: str) -> dict[str, Any]:

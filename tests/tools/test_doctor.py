@@ -83,6 +83,13 @@ def test_a_healthy_machine_passes(target: Path) -> None:
     rows, (*lines, _, last) = checks(target), result.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines) and last.startswith("no problems found: ")
     assert "ok       transport local: patterned bytes over 12 edges" in lines
+    assert [*rows][:11] == [
+        "versions", "assembler", "libnccl", "CuPy", "C compiler", "GPUs", "NVLink, PCIe", "NICs", "NCCL_* settings",
+        "ring order", "adopted kernels",
+    ]  # fmt: skip
+    assert "None" not in rows["versions"] and " for sm_90" in rows["assembler"]
+    assert rows["libnccl"] == "skipped none is loaded: nothing on a CPU loads it"
+    assert rows["C compiler"].startswith("skipped needed only") and rows["GPUs"].startswith("skipped the ranks use the")
     assert rows["transport auto"] == "ok auto selected local"
     assert rows["ring order"].startswith("ok flat ring of 4 ranks")
     assert rows["ring of 128 tokens"].startswith("ok causal, zigzag, float32, transport local: out ")
@@ -124,8 +131,10 @@ def test_doctor_on_two_processes(target: Path) -> None:
 def test_doctor_on_two_nodes(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     ring = ring_topology([*cpus("a", 2), *cpus("b", 2)])
     monkeypatch.setattr(doctor_ring, "discover_topology", lambda control, device: ring)
-    assert run("--json", str(target)).exit_code == 0
+    assert run("--json", str(target), "--dtype", "bf16").exit_code == 0
     rows = checks(target)
+    text = rows["ring of 128 tokens"]
+    assert "zigzag, bfloat16, " in text and float(text.partition("out ")[2].split()[0]) > 1e-4, "rounded to 16 bit"
     assert rows["ring order"].startswith("ok two-level ring of 4 ranks, 2 nodes of 2")
     assert all(edge in rows["GB/s local"] for edge in ("0->1", "2->3", "0->2", "1->3"))
 
@@ -181,14 +190,6 @@ def test_an_edge_that_corrupts_only_large_messages_is_named(monkeypatch: pytest.
     assert rows["GB/s local"] == "FAIL rank 2: 1->2: 1 wrong bytes of 65536"
 
 
-def test_a_slow_edge_fails(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
-    # The CPU carries far less than NVLink, so every edge counts as slow.
-    ring = ring_topology([replace(place, unknown=None) for place in hgx("a")[:2]])
-    monkeypatch.setattr(doctor_ring, "discover_topology", lambda control, device: ring)
-    slow = failing(target, "--world", "2")["GB/s local"]
-    assert slow.startswith("FAIL 0->1 ") and " of 380 expected" in slow
-
-
 @pytest.mark.parametrize(("share", "status"), [(0.2, "FAIL 0->1 76 of 380 expected"), (0.3, "ok 0->1 114")])
 def test_the_slower_end_of_an_edge_counts(
     share: float, status: str, monkeypatch: pytest.MonkeyPatch, target: Path
@@ -203,7 +204,7 @@ def test_the_slower_end_of_an_edge_counts(
     monkeypatch.setattr(doctor_ring, "discover_topology", lambda control, device: ring)
     monkeypatch.setattr(doctor_ring, "time", SimpleNamespace(perf_counter=lambda: getattr(clock, "now", 0.0)))
     monkeypatch.setattr(RankTransfers, "run", run_ends)
-    run("--json", str(target), "--world", "2")
+    assert run("--json", str(target), "--world", "2").exit_code == (share < 0.25)
     assert checks(target)["GB/s local"].startswith(status)
 
 
@@ -232,23 +233,6 @@ def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch, target: Path) -> 
     assert failing(target)["ring of 128 tokens"].startswith("FAIL wrong in out, dq, dk, dv; causal")
 
 
-def test_an_exception_in_the_ring_fails(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
-    def raises(*_: Any, ring: Any, **__: Any) -> Any:
-        raise ZeroDivisionError(f"on {ring.rank}")
-
-    monkeypatch.setattr(doctor_ring, "ring_attention", raises)
-    row = failing(target, "--world", "2")["ring of 128 tokens"]
-    assert row == "FAIL rank 0: ZeroDivisionError: on 0; rank 1: ZeroDivisionError: on 1"
-
-
-def test_a_rank_that_does_not_answer_fails(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
-    def silent(control: object, device: object) -> Topology:
-        raise TransportError("the devices of the ranks: no answer from rank 1 within 300 s")
-
-    monkeypatch.setattr(doctor_ring, "discover_topology", silent)
-    assert "no answer from rank 1" in failing(target, "--world", "2")["all ranks answer"]
-
-
 MAPS = """\
 7f0-7f1 r-xp 00000000 08:01 11 /venv/nvidia/nccl/lib/libnccl.so.2
 7f1-7f2 r--p 00001000 08:01 11 /venv/nvidia/nccl/lib/libnccl.so.2
@@ -274,7 +258,7 @@ def test_two_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 TORCH_14 = {**HEALTHY, "versions": {**HEALTHY["versions"], "torch": "2.14", "driver": "570"}}  # type: ignore[dict-item]
 TRITON_38 = {**HEALTHY, "versions": {**HEALTHY["versions"], "triton": "3.8"}}  # type: ignore[dict-item]
-OLD_DRIVER = {**HEALTHY, "versions": {**HEALTHY["versions"], "driver": "570"}}  # type: ignore[dict-item]
+OLD_DRIVER = {**HEALTHY, "versions": {**HEALTHY["versions"], "driver": "570", "Python": "3.12"}}  # type: ignore[dict-item]
 OTHER_NCCL = {**HEALTHY, "libraries": [["/y/libnccl.so.2", "2.27.3"]]}
 TWO_NCCL = {**HEALTHY, "libraries": [*HEALTHY["libraries"], *OTHER_NCCL["libraries"]]}  # type: ignore[misc]
 NO_NCCL = {**HEALTHY, "libraries": []}
@@ -288,7 +272,7 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
 @pytest.mark.parametrize(("finding", "status", "text"), [
     (machine.check_versions([HEALTHY, HEALTHY]), OK, "torch 2.13, triton 3.7, driver 580, Python 3.11"),
     (machine.check_versions([HEALTHY, HEALTHY, TORCH_14]), FAIL, "torch ranks 0 and 1: 2.13; rank 2: 2.14"),
-    (machine.check_versions([HEALTHY, OLD_DRIVER]), OK, "driver rank 0: 580; rank 1: 570, Python 3.11"),
+    (machine.check_versions([HEALTHY, OLD_DRIVER]), OK, "driver rank 0: 580; rank 1: 570, Python rank 0: 3.11; "),
     (machine.check_versions([HEALTHY, TRITON_38]), FAIL, "rank 1: 3.8"),
     (machine.check_assembler([HEALTHY]), OK, "ptxas 12.8.93 for sm_90; before 13.1 it may generate wrong code"),
     (machine.check_assembler([{**HEALTHY, "assembler": [90, [13, 1, 80]]}]), OK, "ptxas 13.1.80 for sm_90"),
@@ -299,10 +283,8 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "cannot use NCCL: rank 1: no CuPy"),
     (machine.check_c_compiler([{**HEALTHY, "c_compiler": "/bin/gcc"}], on_gpu=True), OK, "/bin/gcc"),
     (machine.check_c_compiler([{**HEALTHY, "c_compiler": ""}], on_gpu=False), SKIPPED, "on a GPU"),
-    (
-        machine.check_c_compiler([{**HEALTHY, "c_compiler": "/bin/gcc"}, {**HEALTHY, "c_compiler": ""}], on_gpu=True),
-        FAIL, "rank 0: /bin/gcc; rank 1: none",
-    ),
+    (machine.check_c_compiler([{**HEALTHY, "c_compiler": name} for name in ("/bin/gcc", "")], on_gpu=True), FAIL,
+     "rank 0: /bin/gcc; rank 1: none"),
     (machine.check_gpus(hgx("a"), on_gpu=True), OK, "8 x H100, matched with NVML by UUID"),
     (machine.check_gpus([hgx("a")[0]] * 2 + hgx("a")[1:2], on_gpu=True), OK, "; ranks 0 and 1 share one"),
     (machine.check_gpus(unknown_gpu(UNKNOWN), on_gpu=True), FAIL, f"rank 1: {UNKNOWN}"),
@@ -321,10 +303,8 @@ def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     (machine.check_settings([NO_NCCL]), OK, "none set"),
     (machine.check_nics(cpus("a", 2)), SKIPPED, "/sys shows none"),
     (machine.check_nics(hgx("a") + hgx("b", adapters=2)), OK, "; hosts have 2 different sets of NICs"),
-    (
-        machine.check_settings([HEALTHY, {**HEALTHY, "settings": {"NCCL_ALGO": "Ring"}}, HEALTHY]), OK,
-        "NCCL_ALGO=ranks 0 and 2: unset; rank 1: Ring; " + machine.ORDER_HINT,
-    ),
+    (machine.check_settings([HEALTHY, {**HEALTHY, "settings": {"NCCL_ALGO": "Ring"}}, HEALTHY]), OK,
+     "NCCL_ALGO=ranks 0 and 2: unset; rank 1: Ring; " + machine.ORDER_HINT),
     (machine.check_settings([{**HEALTHY, "settings": {"NCCL_P2P_DISABLE": "0"}}]), OK, "NCCL_P2P_DISABLE=0; "),
     (machine.check_settings([{**HEALTHY, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "ORDER_IMPLICIT=1"),
 ])  # fmt: skip
@@ -342,6 +322,8 @@ def test_c_compiler_is_the_one_that_triton_uses(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert machine.find_c_compiler() == str(tmp_path / "gcc")
+    (tmp_path / "gcc").unlink()
+    assert machine.find_c_compiler() == str(tmp_path / "clang")
     monkeypatch.setenv("CC", "mycc")
     assert machine.find_c_compiler() == str(tmp_path / "mycc")
     monkeypatch.setenv("CC", "absent")
@@ -371,7 +353,8 @@ def test_every_rank_of_a_launcher_takes_part(monkeypatch: pytest.MonkeyPatch, ta
             control=None, device=None, alone=is_alone, merge_on_rank_0=lambda key, work: steps.append((key, work()))
         )
         (finding,) = doctor_ring.check_job(ranks, 128, "float32", 1)
-        assert finding.status == FAIL and steps == ([("the end of the checks", None)])
+        assert finding[:3] == ("all ranks answer", FAIL, "TransportError: gone") and finding.todo
+        assert steps == [("the end of the checks", None)]
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
 
@@ -389,7 +372,8 @@ def test_every_rank_of_a_launcher_takes_part(monkeypatch: pytest.MonkeyPatch, ta
         result = run("--json", str(target))
         assert result.exit_code == 1 and ("rendezvous: ConnectionError: refused" in result.stdout) is (rank == "0")
     assert checks(target) == {"rendezvous": "FAIL ConnectionError: refused"}
-    assert [(place.rank, place.world, device.type) for place, device in devices] == [(1, 2, "cpu"), (0, 2, "cpu")]
+    assert "FAIL  " in run().stdout and "FAIL  " not in run("--csv", "-").stdout
+    assert [(place.rank, place.world, device.type) for place, device in devices[:2]] == [(1, 2, "cpu"), (0, 2, "cpu")]
     CliRunner().invoke(cli.app, ["doctor", "--adopt"])
     assert adopted == [torch.device("cpu")]
 
@@ -402,26 +386,29 @@ def test_the_best_kernel_of_each_kind_is_listed() -> None:
 
     verdicts = [
         verdict("a", 3e-3), verdict("b", 2e-3), verdict("c", 4e-3), verdict("b", 3e-3, phase="training"),
-        verdict("a", 5e-3, head_dim=128), verdict("d", 7e-3, adopted=False, reason="slow " * 30),
+        verdict("a", 5e-3, head_dim=128), verdict("d", 1e-3, adopted=False, reason="bits " * 30),
         verdict("e", None, adopted=False, passed=False, repeatable=False, reason="wrong"),
         verdict("d", 7e-3, adopted=False, reason="another", head_dim=128),
     ]  # fmt: skip
     record: Any = SimpleNamespace(verdicts=verdicts)
     assert describe_record(record) == [
         "adopted: forward bf16 D64 b (3.00x), training bf16 D64 b (2.00x), forward bf16 D128 a (1.20x)",
-        f"not adopted for every call: d ({('slow ' * 30)[:70]}); e (wrong)",
+        f"not adopted for every call: d ({('bits ' * 30)[:70]}); e (wrong)",
     ]
     assert describe_record(SimpleNamespace(verdicts=[])) == ["adopted: none"]  # type: ignore[arg-type]
     assert [[*table_row(verdicts[at]).values()] for at in (1, 5, 6)] == [
         ["b", "forward", "bf16", 64, "adopted", 2.0, 6.0, True, ""],
-        ["d", "forward", "bf16", 64, "passed", 7.0, 6.0, True, "slow " * 30],
+        ["d", "forward", "bf16", 64, "passed", 1.0, 6.0, True, "bits " * 30],
         ["e", "forward", "bf16", 64, "failed", None, None, None, "wrong"],
     ]
     assert [*table_row(verdicts[0])] == [*ADOPTION_UNITS]
 
 
 def test_edges_between_nodes_are_timed_on_their_own_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring, used = Topology.grid(2, 2), dict[Any, Any]()
+    ring, used, seconds = Topology.grid(2, 2), dict[Any, Any](), [1e-6, 4e-6, 2e-6, 1e-6]
+
+    def merge_on_rank_0(what: str, work: Any, merge: Any = lambda values: None) -> Any:
+        return merge(seconds if isinstance(work(), float) else [])
 
     class Transfers:
         def __init__(self, transport: str, way: Any, nbytes: int, device: Any) -> None:
@@ -438,10 +425,9 @@ def test_edges_between_nodes_are_timed_on_their_own_transport(monkeypatch: pytes
     for transports in (["inside", "between"], ["only"]):
         used.clear()
         for rank in range(4):
-            ranks: Any = SimpleNamespace(
-                rank=rank, device=None, merge_on_rank_0=lambda what, do, merge=lambda values: None: merge([do()] * 4)
-            )
-            doctor_ring._edge_speeds(ranks, ring, transports, 640)  # type: ignore[arg-type]
+            ranks: Any = SimpleNamespace(rank=rank, device=None, merge_on_rank_0=merge_on_rank_0)
+            text = doctor_ring._edge_speeds(ranks, ring, transports, 640)  # type: ignore[arg-type]
+            assert text.endswith(" 3->1 0.16; slowest 0->1 0.16 (640 B, at the slower end)"), "all eight edges"
         assert len(used) == len({edge[:2] for edge in ring.edges})
         for edge in ring.edges:
             (name,) = (name for way, name in used.items() if str(way) == f"{edge.source}->{edge.destination}")
@@ -467,25 +453,26 @@ def test_number_of_warmed_edges() -> None:
 
 def test_one_token_per_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes: Any = []
-    monkeypatch.setattr(doctor_ring, "check_job", lambda ranks, tokens, dtype, nbytes: dtypes.append(dtype) or iter(()))
-    assert [run("--world", "3", "--seqlen", tokens).exit_code for tokens in ("2", "3")] == [2, 0]
+    monkeypatch.setattr(doctor_ring, "check_job", lambda *how: dtypes.append(how[2]) or [Finding("a check", OK)])
+    assert [run("--world", "3", "--seqlen", tokens).exit_code for tokens in ("2", "3", "4k")] == [2, 0, 0]
     assert {*dtypes} == {"float32"}
     run("--world", "3", "--seqlen", "3", "--dtype", "fp16")
     monkeypatch.setattr("ringattn.comm.LocalWorld", partial(LocalWorld, device="cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     run("--world", "3", "--seqlen", "3")
-    assert dtypes == ["float32"] * 3 + ["float16"] * 3 + ["bfloat16"] * 3
+    assert dtypes == ["float32"] * 6 + ["float16"] * 3 + ["bfloat16"] * 3
 
 
 def test_each_level_warms_its_own_edges(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring, warmed = Topology.grid(2, 3), list[Any]()
-    levels = [SimpleNamespace(reason="", warm_up=warmed.append) for _ in range(2)]
-    monkeypatch.setattr(doctor_ring, "open_transports", lambda *_, **how: levels)
+    warmed: Any = []
+    ring, levels = Topology.grid(2, 3), [SimpleNamespace(reason=name, warm_up=warmed.append) for name in "ab"]
+    monkeypatch.setattr(doctor_ring, "open_transports", lambda *_, **how: warmed.append(how) or levels)
     ranks: Any = SimpleNamespace(
         group=None, device=None, merge_on_rank_0=lambda what, do, merge=lambda values: None: merge([do()])
     )
-    doctor_ring._check_transport_opens(ranks, ring, "local", [])
-    assert warmed == [doctor_ring.warm_up_edges(ring, level) for level in (0, 1)]
+    assert doctor_ring._check_transport_opens(ranks, ring, "auto", []) == "a; b"
+    opened = {"transport": "auto", "device": None, "topology": ring}
+    assert warmed == [opened, *(doctor_ring.warm_up_edges(ring, level) for level in (0, 1))]
 
 
 def test_every_transport_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,12 +482,9 @@ def test_every_transport_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         opened += [SimpleNamespace(close=partial(closed.append, f"{name} {level}")) for level in range(2)]
         return ""
 
-    for name, stand_in in (
-        ("_check_transport_opens", opens),
-        ("_edge_speeds", lambda *_: ""),
-        ("transport_names", lambda: ("local",)),
-    ):
-        monkeypatch.setattr(doctor_ring, name, stand_in)
+    monkeypatch.setattr(doctor_ring, "_check_transport_opens", opens)
+    monkeypatch.setattr(doctor_ring, "_edge_speeds", lambda *_: "")
+    monkeypatch.setattr(doctor_ring, "transport_names", lambda: ("local",))
     assert len([*doctor_ring.check_transports(None, Topology.flat(2), 1)]) == 3  # type: ignore[arg-type]
     assert closed == ["local 0", "local 1", "auto 0", "auto 1"]
 
@@ -519,6 +503,11 @@ def test_texts_of_findings() -> None:
     assert str(long).splitlines() == [
         f"skipped  a check: {'word ' * 12}".rstrip(), f"         {'word ' * 8}".rstrip(), "           second line",
     ]  # fmt: skip
-    assert findings.closing_lines([finding, Finding("b", OK, "")])[-1] == "what to do: mend it"
+    rest = [Finding("b", OK), long]
+    assert findings.closing_lines([*rest, finding, Finding("c", FAIL, "later", "wait")]) == [
+        "2 of 4 checks failed, 1 skipped", "first failure: a check: broken", "what to do: mend it",
+    ]  # fmt: skip
+    assert findings.closing_lines(rest) == ["no problems found: 1 checks ok, 1 skipped"]
     assert findings.text_by_rank(["", "x", "y", "x"]) == "ranks 1 and 3: x; rank 2: y"
     assert findings.list_ranks(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"
+    assert findings.list_ranks(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 7"

@@ -99,13 +99,8 @@ def test_the_manifest_describes_every_parameter(tmp_path: Path) -> None:
     first, *_, columns, bounds, scratch, other = entry["parameters"]
     encoded = first.pop("tensor_map")
     assert first == {
-        "name": "q_map",
-        "type": "CUtensorMap",
-        "size": 128,
-        "alignment": 64,
-        "made_of": "q",
-        "offset": 0x30,
-    }
+        "name": "q_map", "type": "CUtensorMap", "size": 128, "alignment": 64, "made_of": "q", "offset": 0x30,
+    }  # fmt: skip
     assert (columns["same_as"], bounds["made_of"]) == ("rows", "0") and scratch["offset"] + 8 == other["offset"]
     assert {name: encoded[name] for name in ("rank", "sizes", "strides", "box", "element_strides")} == {
         "rank": 4, "sizes": ["128", "heads", "rows", "batch"], "box": [64, 1, 64, 1], "element_strides": [1] * 4,
@@ -142,10 +137,12 @@ def test_a_launch_refuses_what_the_kernel_cannot_take() -> None:
         "CUdeviceptr q; /* bf16, queries [B, Sq, H, D]; a multiple of 16 */",
         "int32_t dq_stride_s; /* in elements; a multiple of 8 */", "int32_t rows; /* Sk */",
     ]  # fmt: skip
-    assert (
-        struct_field(exported("dkdv"), INPUTS[-1])
-        == "CUdeviceptr lo; /* first query of each key, int32 [Sk], never decreasing */"
-    )
+    by_key = [INPUTS[-1], *(Argument(name, "i32") for name in ("columns", "heads", "turns_numbers"))]
+    assert [struct_field(exported("dkdv"), argument) for argument in by_key] == [
+        "CUdeviceptr lo; /* first query of each key, int32 [Sk], never decreasing */", "int32_t columns; /* Sq */",
+        "int32_t heads; /* Hkv */",
+        "int32_t turns_numbers; /* int32 [ceil(Sk / 32), ceil(Sq / 64)], filled by the function above */",
+    ]  # fmt: skip
     last = struct_field(exported(), Argument("hi", "*i32"))
     assert last == "CUdeviceptr hi; /* one past the last key of each query, int32 [Sq], never decreasing */"
     assert to_c_expression("heads * group") == "args->heads * args->group" and to_c_expression("batch") == "batch"

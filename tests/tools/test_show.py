@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common.attention import random_boundaries
+from ringattn.bench.common.flags import human_count
 from ringattn.bench.common.result import Result, read_result
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Intervals, prefix_tree, slices
@@ -126,6 +127,7 @@ def test_lines_fit_a_terminal(flags: str) -> None:
     assert max(map(len, text.splitlines())) <= 80
     owners, *rows = text.partition("mask:")[2].partition("\n\n")[0].splitlines()[2:]
     assert {len(row.split()) for row in rows} == {len(owners.split()) + 2}  # including rank 1,000
+    assert len(rows) == (32 if "--world" in flags else 16)
 
 
 @st.composite
@@ -190,14 +192,21 @@ def test_every_mask_has_its_flags(flags: str, title: str, mask: Mask, target: Pa
     text = run(f"--seqlen 64 --world 4 --layout contiguous {flags} --json {target}")
     assert " ".join(text.split()).startswith(f"contiguous, {title}, 64 tokens over 4 ranks; ")
     assert f"\n\n{schedule(Layout.contiguous(64, 4), mask)}\n\n" in text
-    call, positions = read_result(target).provenance["call"], torch.arange(64)
-    assert sum(of_ranks(call, "visible pairs")) == visible_pairs(mask, positions, positions)
+    call, positions, line = read_result(target).provenance["call"], torch.arange(64), " ".join(text.split())
+    assert f" visible pairs{' of all batch rows' * bool(mask.used)}; ranks compute {call['balance']:.0%} of" in line
+    assert line.endswith(f" the slowest rank has {call['imbalance']:.2f} times the mean")
+    shares = [float(row.split()[3]) for row in text.partition("share %")[2].splitlines()[1:5]]
+    pairs = of_ranks(call, "visible pairs")
+    assert sum(pairs) == visible_pairs(mask, positions, positions)
+    assert shares == pytest.approx([100 * count / sum(pairs) for count in pairs], rel=0.01)
     named = ("window", "documents", "prefix", "used", "blocks", "global_tokens", "islands", "intervals")
     changed = [name for name in named if getattr(mask, name) != getattr(Mask(), name)]
     assert call["mask"]["causal"] == mask.causal and len(call["mask"]) == len(changed) + 1
 
 
-@pytest.mark.parametrize(("used", "pairs", "forward"), [("--seqused-k 1,0,4", 20, 20 * 32), ("", 16, 3 * 512)])
+@pytest.mark.parametrize(("used", "pairs", "forward"), [
+    ("--seqused-k 1,0,4", 20, 20 * 32), ("", 16, 3 * 512), ("--seqused-k 0,0,0", 0, 0),
+])  # fmt: skip
 def test_padding_is_counted_row_by_row(used: str, pairs: int, forward: int, target: Path) -> None:
     _, call = written(f"--seqlen 4 --world 1 --heads 1 --head-dim 8 --batch 3 --full {used}", target)
     (rank,) = call["ranks"]
@@ -205,9 +214,9 @@ def test_padding_is_counted_row_by_row(used: str, pairs: int, forward: int, targ
 
 
 def test_mask_cells_cover_several_tokens() -> None:
-    ranks, grid = mask_cells(call_of(Layout.striped(1024, 4), Mask(causal=True)), cells=8)
+    ranks, grid = mask_cells(call_of(Layout.striped(1024, 4), Mask(window=(0, 4))), cells=8)
     assert ranks.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]  # all ranks of the stripes appear
-    assert np.array_equal(grid >= 0, np.tri(8, dtype=bool))
+    assert np.argwhere(grid >= 0).tolist() == sorted([*([i, i] for i in range(8)), [3, 4]])  # 511 sees 512, 124 not 129
     assert call_of(Layout.contiguous(2, 2), Mask(causal=True)).balance == 3 / 4
     apart = slices([((0, 3), (0, 3), "full"), ((3, 4), (13, 16), "full")], 16)  # two queries of one cell
     _, grid = mask_cells(call_of(Layout.contiguous(16, 1), Mask(intervals=apart)), cells=4)
@@ -243,11 +252,16 @@ def test_files_agree_with_the_schedule(target: Path) -> None:
     assert call["spans"] == [[[0, 4, 1]], [[4, 1, 1]], [[5, 3, 1]]] and call["layout"] == "uneven"
     assert of_ranks(call, "sends forward") == [*plan.bytes(per_token)]
     assert of_ranks(call, "sends backward") == [*plan.bytes(per_token, per_token)]
-    assert of_ranks(call, "visible pairs") == [10, 5, 21]
+    assert of_ranks(call, "visible pairs") == [10, 5, 21] and of_ranks(call, "tokens") == [4, 1, 3]
+    sizes = {"seqlen": 8, "world": 3, "direction": -1, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    assert call.items() >= sizes.items() and call["dtype"] == "float32"
     # the sum over hops of the slowest rank's pairs: ranks 0, 2 and 1
     assert call["balance"] == 36 / (3 * (10 + 12 + 4)) and call["imbalance"] == 21 / 12
-    sends = [(row["rank"], row["index"], row["kv_to"]) for row in result.rows]
-    assert sends == [(rank, hop.index, hop.kv_to) for rank in range(3) for hop in plan.hops(rank)]
+    rows = [(row["rank"], row["index"], row["kv_to"], row["pairs"]) for row in result.rows]
+    pairs = [[10, 0, 0], [4, 1, 0], [12, 3, 6]]  # of each rank with each shard
+    assert rows == [
+        (rank, hop.index, hop.kv_to, pairs[rank][hop.shard]) for rank in range(3) for hop in plan.hops(rank)
+    ]
     with table.open() as file:
         assert [int(row["pairs"]) for row in csv.DictReader(file)] == [row["pairs"] for row in result.rows]
 
@@ -257,6 +271,7 @@ def test_bytes_between_two_nodes(target: Path) -> None:
     kv, dkv = 16 * 2 * 128 * 2, 16 * 2 * 128 * 4
     # Shards 0 and 1 go to the second node, and their gradients come back.
     line = " ".join(text.split())
+    assert " 64 tokens over 4 ranks on 2 nodes; " in line
     assert f"({2 * kv / 1e3:.1f} kB between nodes)" in line and f"({(2 * kv + 2 * dkv) / 1e3:.1f} kB between" in line
     assert f"\n\n{schedule(Layout.contiguous(64, 4), Mask(causal=True), topology=Topology.grid(2, 2))}\n\n" in text
     call = read_result(target).provenance["call"]
@@ -296,13 +311,22 @@ def test_picture_labels_every_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     mask_axes, schedule = figures[0].axes[:2]
     assert mask_axes.get_title().startswith("mask: ") and schedule.get_title().startswith("schedule: ")
     assert ([*schedule.get_xticks()], [*schedule.get_yticks()]) == ([*range(call.schedule.count)], [*range(4)])
-    texts = {(text.get_position(), text.get_text()) for text in schedule.texts}
+    kv, plan = 2 * 4 * 2, call.schedule  # bytes per token in bf16; dK/dV have twice as many
+    forward, backward = (human_count(max(plan.bytes(kv, dkv)), "B") for dkv in (0, 2 * kv))
+    assert f"up to {forward} forward, {backward} backward" in figures[0].get_suptitle()
+    assert image.get_extent() == [0, 96, 96, 0] and schedule.get_ylim() == (3.5, -0.5)
+    assert [*mask_axes.get_xticks()] == [*mask_axes.get_yticks()] == [*range(0, 97, 12)]
+    for strip, shape in zip(mask_axes.child_axes, ((1, 96), (96, 1)), strict=True):
+        assert np.array_equal(strip.images[0].get_array(), np.arange(96).reshape(shape) // 24)
+        places = {text.get_text(): max(text.get_position()) for text in strip.texts}
+        assert places == {f"{rank}": 24 * rank + 11.5 for rank in range(4)}
+    texts = {(getattr(text, "xy", text.get_position()), text.get_text()) for text in schedule.texts}
     for rank in range(4):
         for hop in call.schedule.hops(rank):
             arrows = [f"→ {hop.kv_to}"] * (hop.kv_to is not None) + [f"» {hop.rail_to}"] * (hop.rail_to is not None)
             label = f"{hop.shard}" if hop.computes else f"({hop.shard})" if hop.kv_from is not None else None
             assert label is None or ((hop.index, rank), label) in texts
-            assert any("  ".join(arrows) == text for _, text in texts)
+            assert ((hop.index + 0.5, rank + 0.5), "  ".join(arrows)) in texts
             assert not hop.computes or ((hop.index, rank), str(call.pairs[rank, hop.index])) in texts
     lines = sorted([*map(tuple, line)] for found in schedule.collections for line in found.get_segments())
     inner = call.schedule.inner
@@ -311,14 +335,11 @@ def test_picture_labels_every_hop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_picture_says_that_stripes_are_drawn_wider() -> None:
-    for layout, is_wider in (
-        (Layout.striped(1024, 4), True),
-        (Layout.contiguous(1024, 4), False),
-        (Layout.striped(64, 4), False),
-    ):
+    wider = Layout.striped(1024, 4)
+    for layout in (wider, Layout.contiguous(1024, 4), Layout.striped(64, 4)):
         axes: Any = Figure().add_subplot()
         pictures._draw_mask(call_of(layout, Mask(causal=True)), axes)
-        assert ("stripes" in axes.get_title()) is is_wider
+        assert ("stripes" in axes.get_title()) is (layout is wider)
 
 
 def test_only_the_first_rank_prints(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +358,8 @@ def test_each_hop_number_has_one_character() -> None:
     ("--world 32k", "8,192 tokens over 32,768 ranks are too many: they need 161"),
     ("--seqlen 1m --world 2k", "1,048,576 tokens over 2,048 ranks are too many"),
     ("--world 2k --json -", "over 2,048 ranks are too many: they need 18.9 GB"),
-    ("--lengths 1k --world 2", "--world and --lengths cannot be used together"),
+    *((f"--lengths 1k {flag}", f"{flag.split()[0]} and --lengths cannot be used together")
+      for flag in ("--world 2", "--seqlen 1k", "--layout striped")),
     ("--heads 6 --kv-heads 4", "--heads is 6: it must be a multiple of --kv-heads, 4"),
     ("--direction 3", "direction is 3: it must be 1"),
     ("--world 8 --nodes 3", "nodes is 3: it must divide 8 ranks into equal nodes of at least 2"),
@@ -349,8 +371,11 @@ def test_each_hop_number_has_one_character() -> None:
     ("--mask none.json", "--mask is none.json: No such file"),
     ("--layout none.json --world 4", "--world and --layout cannot be used together"),
     ("--seqlen 1m --block-mask strided,block=1,stride=4", "over 4 ranks in blocks of 1 are too many"),
-    ("--per-document", "--per-document needs --documents or --cu-seqlens"),
-    ("--packed", "--packed needs --documents or --cu-seqlens"),
+    *((flags, f"{flags.split()[0]} needs --documents or --cu-seqlens, and ") for flags in (
+        "--per-document", "--per-document --documents 8 --lengths 4k,4k",
+        "--per-document --documents 8 --layout striped", "--packed", "--packed --documents 8 --lengths 4k,4k",
+        "--packed --documents 8 --layout striped", "--packed --documents 8 --per-document",
+    )),
     ("--packed --world 8 --nodes 3 --documents 1k", "nodes is 3: it must divide 8 ranks into equal nodes"),
     ("--out x.gif", "x.gif is not a valid figure name: it must end with one of .png, .svg, .pdf"),
 ])  # fmt: skip
