@@ -176,6 +176,7 @@ def test_has_ended_is_true_only_for_a_process_known_to_be_over(
 ) -> None:
     machine, number, start = own_process()
     assert "pid:[" in machine, "containers of one machine count PIDs apart"
+    assert machine.startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip()), "so do machines"
     assert not has_ended([machine, number, start])
     assert has_ended([machine, number, "1"])  # the number now belongs to another process
     child = subprocess.Popen(["sleep", "60"])
@@ -190,6 +191,9 @@ def test_has_ended_is_true_only_for_a_process_known_to_be_over(
         assert not has_ended(unknown)
     monkeypatch.setattr(processes, "PROC", tmp_path)  # a system without /proc
     assert not has_ended(own_process())
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/stat").write_text("7 (name (of a process)) S 1 2")
+    assert processes._stat("7") == ["S", "1", "2"]
 
 
 def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +205,7 @@ def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: py
     assert processes.shut_socket(thread) and not processes.shut_socket(threading.main_thread())  # /proc lacks the file
     call.parent.mkdir(parents=True)
     duplicate = os.dup
-    monkeypatch.setattr(os, "dup", lambda file: taken.append(file) or duplicate(file))
+    monkeypatch.setattr(os, "dup", lambda file: taken.append(file) or duplicate(near.fileno() if file == 3 else file))
     near, far = socket.socketpair()
     far.setblocking(False)
     with near, far:
@@ -209,12 +213,13 @@ def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: py
             "running",
             "0 0x2 0x0",
             "0 0xffffffff80000003 0x0",
+            "0 0x3 0x0",
             f"0 {near.fileno():#x} 0x0",
             "0 0x3fffffff 0x0",
         ):
             call.write_text(f"{line}\n")
             assert processes.shut_socket(thread)
-        assert (taken, far.recv(1)) == ([near.fileno(), 0x3FFFFFFF], b"")
+        assert (taken, far.recv(1)) == ([3, near.fileno(), 0x3FFFFFFF], b"")
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])

@@ -99,6 +99,8 @@ def test_resolve_group_takes_process_groups_and_1d_meshes(gloo: dist.ProcessGrou
     assert group_rank_size(both["ring"]) == (0, 1)
     with pytest.raises(ValueError, match=r"the dimensions \('ulysses', 'ring'\)"):
         group_rank_size(init_device_mesh("cpu", (1, 1), mesh_dim_names=("ulysses", "ring")))
+    with pytest.raises(ValueError, match=r"a 2D DeviceMesh. .*pass mesh\['tokens'\]"):
+        resolve_group(init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tokens")))
     with pytest.raises(ValueError, match="with mesh_dim_names"):
         resolve_group(init_device_mesh("cpu", (1, 1)))
     other: Any = 3
@@ -202,7 +204,9 @@ def test_a_warm_up_error_is_raised_although_closing_fails_too() -> None:
     [
         ("process_group", "cpu:gloo,cuda:gloo", CUDA, r"the group's backend for CUDA tensors is gloo.* \(rank 0\)"),
         ("process_group", "cuda:nccl", CPU, "the group has no backend for CPU tensors"),
-        ("nccl", "cuda:nccl", CUDA, r'CuPy could not be imported.*pip install "ringattn\[cupy-cuda'),
+        ("nccl", "cuda:nccl", CUDA, r'CuPy could not be imported.*pip install "ringattn\[cupy-cuda12\]'),
+        ("process_group", "cpu:gloo,cuda:mpi", CUDA, "the group's backend for CUDA tensors is mpi"),
+        ("process_group", "cpu:gloo", CUDA, "the group's backend for CUDA tensors is none"),
         ("auto", "cpu:gloo,cuda:gloo", CUDA, r"nccl: CuPy.* \(rank 0\); process_group: .*; nccl_one_sided: CuPy"),
     ],
 )
@@ -210,6 +214,7 @@ def test_transports_refused_for_processes(
     transport: str, backend: str, device: torch.device, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_nccl(monkeypatch, None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
     with pytest.raises(ValueError, match=match):
         Peers(monkeypatch, backend).choose(transport, device)
 

@@ -136,11 +136,18 @@ def test_keyboard_interrupt_unblocks_the_ranks(monkeypatch: pytest.MonkeyPatch) 
 
     def fn(group: LocalGroup) -> None:
         waiting.set()
-        LocalTransport(group, CPU).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(1))])
+        try:
+            LocalTransport(group, CPU).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(1))])
+        finally:
+            time.sleep(0.05)
+            ended.append(group.rank())
 
+    ended: list[int] = []
     monkeypatch.setattr("ringattn.comm.world.wait", interrupted)
-    with world_of(2) as world, pytest.raises(KeyboardInterrupt):
-        world.run(fn)
+    with world_of(2) as world:
+        with pytest.raises(KeyboardInterrupt):
+            world.run(fn)
+        assert sorted(ended) == [0, 1], "the ranks must end before the run does"
 
 
 def numbered(group: LocalGroup) -> LocalTransport:

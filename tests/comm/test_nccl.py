@@ -99,13 +99,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     [
         (Limits(), {"NCCL_MAX_CTAS": "", "NCCL_COMM_BLOCKING": "1"}, (UNDEFINED, 8), None),
         (Limits(cga_cluster_size=4), {"NCCL_DEBUG": "INFO"}, (UNDEFINED, 8), None),
-        (Limits(ctas=16), {"NCCL_CGA_CLUSTER_SIZE": "4"}, (UNDEFINED, 16), None),
+        (Limits(ctas=16), {"NCCL_CGA_CLUSTER_SIZE": "4", "NCCL_MAX_CTAS": ""}, (UNDEFINED, 16), None),
         (Limits(channels=4, ctas=8), {}, (4, 4), None),  # exactly four channels, and at most eight CTAs
         # Opening refuses these beside an explicit limit only. The default limit must not cut the user's minimum.
         (Limits(), {"NCCL_MIN_CTAS": "16"}, (UNDEFINED, UNDEFINED), None),
         (Limits(cga_cluster_size=1), {"NCCL_MAX_P2P_NCHANNELS": "16"}, (UNDEFINED, UNDEFINED), None),
         (Limits(), {"NCCL_COMM_BLOCKING": "0"}, (UNDEFINED, 8), "NCCL_COMM_BLOCKING=0 in the environment"),
         (Limits(cga_cluster_size=2), {"NCCL_CGA_CLUSTER_SIZE": "4"}, (UNDEFINED, 8), "NCCL_CGA_CLUSTER_SIZE=4 in the"),
+        (Limits(channels=2), {"NCCL_MIN_P2P_NCHANNELS": "4"}, (2, 2), "limits.channels is 2, but NCCL_MIN_P2P_NCHANNE"),
         (
             Limits(ctas=4),
             {"NCCL_MAX_P2P_NCHANNELS": "8", "NCCL_MIN_CTAS": "2"},
@@ -163,11 +164,13 @@ def test_a_configured_communicator_calls_libnccl(library: Library) -> None:
 
 
 def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    none = "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n"
+    none = "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n7f5 r-xp 0 08:01 6 /usr/lib/libnccl-net.so\n"
     single = none + "".join(f"7f{at} r-xp 0 08:01 8             /opt/a b/nccl/lib/libnccl.so.2\n" for at in (1, 2))
     linked = f"{single}7f3 r-xp 0 08:01 8 /usr/lib/libnccl.so.2\n"  # same inode, another path
     assert loaded_libraries(linked) == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     two = f"{single}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
+    bundled = [Path("/opt/cupy.libs/libnccl-0a1b2c3d.so.2.30.7")]
+    assert loaded_libraries(f"{none}7f4 r-xp 0 08:01 9 {bundled[0]}\n") == bundled
     same_number = f"{single}7f4 r-xp 0 08:02 8 /usr/lib/libnccl.so.2.30.7 (deleted)\n"  # on another device
     monkeypatch.setattr(Path, "read_text", lambda path: single)
     assert loaded_libraries() == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
@@ -526,7 +529,7 @@ def test_a_communicator_is_destroyed_or_aborted_once(
     transport.close()
     transport.abort("too late")
     assert kinds(device.log) == ["destroy"] and not transport._finalizer.alive
-    with pytest.raises(TransportError, match="is closed"):
+    with pytest.raises(TransportError, match="the nccl transport of rank 10 is closed"):
         transport.post(sends=[], receives=[])
 
     transport = open_alone()  # pending transfers lead to an abort

@@ -33,7 +33,7 @@ def rates(ring: Topology, level: int = 0) -> list[float | None]:
 
 
 def test_topology_is_described_in_text() -> None:
-    text = ring_topology(hgx("a")[:2] + hgx("b")[:2]).describe()
+    text = ring_topology(hgx("a/1f0c")[:2] + hgx("b/77d2")[:2]).describe()  # the hosts' names and boot ids
     assert (
         text
         == """\
@@ -48,6 +48,10 @@ two-level ring of 4 ranks, 2 nodes of 2; -N->: expected GB/s per direction
     assert "0 -?-> 1 -?-> 0   unknown" in Topology.flat(2).describe()
     alone = "flat ring of 1 rank, 1 node of 1; -N->: expected GB/s per direction\n  ring  0"
     assert Topology.flat(1).describe() == alone
+    edges = " ".join(["0", *(f"-?-> {rank}" for rank in range(1, 13)), "…", *(f"-?-> {rank}" for rank in (18, 19, 0))])
+    assert f"ring  {edges}   unknown" in Topology.flat(20).describe()
+    racks = [replace(hgx(host)[0], fabric=f"rack {number // 2}") for number, host in enumerate("abcd")]
+    assert "\n  node 0  0 -380-> 1 " in ring_topology(racks).describe(), "a node of several hosts has no host's name"
 
 
 def test_1024_gpus_are_ordered_in_2_seconds() -> None:
