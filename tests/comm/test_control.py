@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -151,6 +152,7 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
     for _ in range(3):  # values that all ranks have read are deleted while the scope is open
         on_all(rings, lambda ring: ring.gather(ring.rank, what="ranks"))
     wait_until(lambda: store.num_keys() == 1)  # only the last answer is left
+    assert [len(ring._connection.published) for ring in rings] == [1, 0]
     other = Control(rings[0]._connection, 0, 2, "test/other/")
     other.publish("news", 2)
     rings[0].publish("news", 1)
@@ -326,7 +328,7 @@ def test_checking_for_gone_ranks_takes_no_longer_than_the_wait(
 
 def of_a_group(store: Store) -> StoreConnection:
     """Return a connection that checks for gone ranks at every request."""
-    group = Mock(rank=Mock(return_value=0))
+    group = Mock(rank=Mock(return_value=3))
     connection = StoreConnection(store, group=group)
     connection._group = lambda: group  # type: ignore[assignment]  # a weak reference would let go of it
     connection._looks = Mock(due=Mock(return_value=True))
@@ -347,7 +349,7 @@ def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch
     assert control.find_dead_peer([1, 3]) is None
     assert str(control.find_dead_peer([1, 2, 3])) == "rank 12 is gone: its process has ended"
     monkeypatch.setattr(control_module, "connection_closed", lambda group, peer: peer == 1)
-    assert str(control.find_dead_peer([3, 1])) == "rank 11 is gone: its connection to rank 10 is closed"
+    assert str(control.find_dead_peer([3, 1])) == "rank 11 is gone: its connection to rank 13 is closed"
     connection._looks.is_due = lambda now: False  # type: ignore[method-assign]
     assert control.find_dead_peer([1]) is None
 
@@ -392,6 +394,11 @@ def test_a_failure_of_a_request_without_a_waiter_is_ignored() -> None:
 
     connection.enqueue(fail)
     assert connection.call_store(lambda store: store.num_keys(), HANGS) == 0
+    value = threading.Event()
+    released = weakref.ref(value)
+    connection.enqueue(lambda store, value=value: value.set())  # type: ignore[misc]
+    del value
+    wait_until(lambda: released() is None, "an idle thread holds the values of its last request")
     (thread,) = (thread for thread, jobs in control_module._SERVING.items() if jobs is connection._jobs)
     assert thread.daemon
     del connection  # nobody has closed it

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -73,7 +74,7 @@ class Library:
 
     def ncclCommGetAsyncError(self, comm: Any, error: Any) -> int:
         error._obj.value = self.asynchronous
-        return 0
+        return self.status
 
     def ncclGetErrorString(self, status: int) -> bytes:
         return f"error {status}".encode()
@@ -140,13 +141,17 @@ def test_a_configured_communicator_calls_libnccl(library: Library) -> None:
     communicator.send(1000, 5, 1, 3, 9)
     communicator.recv(2000, 6, 1, 4, 9)
     communicator.check_async_error()
-    library.status, library.asynchronous = 5, 6
+    library.asynchronous = 6
     with pytest.raises(TransportError, match=r"NCCL: error 6 \(status 6\)"):
         communicator.check_async_error()
-    with pytest.raises(TransportError, match=r"NCCL: error 5 \(status 5\)"):
-        communicator.send(0, 0, 1, 0, 0)
-    del library.calls[-1]
-    library.status = 0
+    library.status, library.asynchronous, calls = 5, 0, [*library.calls]
+    for refused in (
+        partial(communicator.send, 0, 0, 1, 0, 0), partial(communicator.recv, 0, 0, 1, 0, 0),
+        communicator.check_async_error, partial(ConfiguredCommunicator, 1, UNIQUE_ID, 0, Limits()),
+    ):  # fmt: skip
+        with pytest.raises(TransportError, match=r"NCCL: error 5 \(status 5\)"):
+            refused()
+    library.status, library.calls = 0, calls
     for end in (communicator.abort, communicator.abort, communicator.destroy):
         end()
     other = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits())
@@ -523,7 +528,8 @@ def test_nccl_init_errors_are_raised_on_all_ranks(
 def test_a_communicator_is_destroyed_or_aborted_once(
     fabric: Fabric, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    transport = open_alone()
+    transport = open_alone(limits=Limits(ctas=4, cga_cluster_size=2))
+    assert transport.multiprocessors == 4 + 8  # as `Limits.multiprocessors`
     device.log.clear()
     transport.close()
     transport.close()
@@ -567,6 +573,8 @@ def test_a_warm_up_has_a_deadline(hangs: bool, fabric: Fabric, device: Device) -
     fabric.before_end = blocked
     transport = open_alone()
     transport._timeout = 0.05  # applies to the warm-up only
+    transport._control.gather = Mock(wraps=transport._control.gather)  # type: ignore[method-assign]
     with pytest.raises(TransportError, match=r"its warm-up took more than 0\.05 s"):
         transport.warm_up([(0, 0)])
+    assert transport._control.gather.call_args.kwargs["timeout"] == 0.1  # a peer may have begun later
     wait_until(lambda: kinds(device.log).count("abort") == 1)

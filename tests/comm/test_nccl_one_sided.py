@@ -52,8 +52,17 @@ def test_conformance(name: str, world_size: int, windows: Windows) -> None:
     assert any(on_ranks(world_size, fn)) or windows.left == (0, 0)
 
 
-def test_slots_in_windows_are_written_in_place(windows: Windows, device: Device) -> None:
-    spec = [((50,), torch.float32)]
+def test_slots_in_windows_are_written_in_place(
+    windows: Windows, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, allocate = [((50,), torch.float32)], OneSided.allocate
+
+    def allocate_used(self: OneSided, nbytes: int) -> int:
+        pointer = allocate(self, nbytes)
+        windows.blocks[pointer].fill_(7)  # what was there before
+        return pointer
+
+    monkeypatch.setattr(OneSided, "allocate", allocate_used)
 
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
@@ -62,6 +71,7 @@ def test_slots_in_windows_are_written_in_place(windows: Windows, device: Device)
         for nbytes in (200, 5000):
             slots.reserve(nbytes)
             here, there = (slots.tensors(slot, spec)[0] for slot in (0, 1))
+            assert not here.any() and not there.any()
             here.fill_(transport.rank)
             sends, receives = [Placed(onward, here, there)], [Message(back, there)]
             transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
@@ -308,6 +318,11 @@ def test_calls_into_libnccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, comm, memory, flags) == ("ncclCommWindowRegister", 77, [1000, 4096], 1)
     assert communicator.allocate(4096) == 0
     library.status = 5
-    with pytest.raises(TransportError, match="error 5"):
-        communicator.put(1000, 24, 1, 55, 512, 9)
+    for refused in (
+        partial(communicator.put, 1000, 24, 1, 55, 512, 9), partial(communicator.signal, 1, 9),
+        partial(communicator.wait, {0: 2}, 9), partial(communicator.allocate, 4096), partial(communicator.free, 1000),
+        partial(communicator.register, 1000, 4096), partial(communicator.deregister, 55),
+    ):  # fmt: skip
+        with pytest.raises(TransportError, match="error 5"):
+            refused()
     assert ctypes.sizeof(nccl_one_sided._WaitSignalDesc) == 16

@@ -90,7 +90,12 @@ def test_windows_of_slots_are_shared_by_all_transports(monkeypatch: pytest.Monke
     slots = Slots(2, CPU, slot_windows(ranks))
     synchronized = Mock()
     monkeypatch.setattr(slots, "_synchronize_zeros", synchronized)
-    first.release = Mock(side_effect=lambda memory: synchronized.assert_called())
+
+    def free(memory: torch.Tensor) -> None:
+        synchronized.assert_called()
+        second.release.assert_called()  # the owner frees the memory last
+
+    first.release = Mock(side_effect=free)
     slots.reserve(100)
     first.zeros.assert_called_once_with(2 * ALIGNMENT)
     second.register.assert_called_once_with(memory)

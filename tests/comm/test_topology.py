@@ -146,9 +146,11 @@ TRAYS = [replace(device, fabric="c/1") for host in range(18) for device in hgx(f
         (PAIRS, (0, 1, 3, 2), {"NVLink 3 x4": 2, "PCIe, one switch": 2}),
         (BLIND, (0, 1, 3, 2), {"NVLink ? x4": 2}),  # an unknown NVLink generation still beats PCIe
         (SHUFFLED, (1, 4, 7, 2, 5, 0, 3, 6), {"PCIe, between sockets": 2}),  # the order follows the PCIe tree
+        ([replace(gpu, pcie=()) for gpu in SHUFFLED], (1, 4, 7, 2, 5, 0, 3, 6), {"PCIe, unknown path": 8}),
         (TRAYS, tuple(range(72)), {"NVLink 4 x18 switch": 72}),  # an NVLink fabric across hosts is one node
+        ([TRAYS[i] for i in (0, 4, 5, 1)], (0, 3, 1, 2), {"NVLink 4 x18 switch": 4}),  # its hosts follow in turn
     ],
-    ids=["DGX-1", "cliques", "bridges", "unknown generation", "PCIe", "fabric"],
+    ids=["DGX-1", "cliques", "bridges", "unknown generation", "PCIe", "unknown paths", "fabric", "fabric, mixed"],
 )
 def test_order_inside_a_node(devices: list[DeviceInfo], order: tuple[int, ...], links: dict[str, int]) -> None:
     ring = ring_topology(devices)
@@ -214,6 +216,7 @@ def test_nodes_without_devices() -> None:
     [
         ([[[0, 2]]], "every rank from 0 on exactly once"),
         ([[0, 1]], "a list of nodes"),
+        ([[]], "a list of nodes"),
         ([[["0"]]], "a list of nodes"),
         ([[[0]], 3], "devices is 3; it must be a tuple with the DeviceInfo of every rank, or empty"),
         ([[[0], []]], "a list of nodes"),

@@ -587,7 +587,12 @@ def test_only_failures_on_a_gpu_end_the_process(
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(sys, "stdout", Mock(flush=lambda: ended.append("flush")))
     group: Any = object()
-    watch = open_watch(group, torch.device(device), control=memory_controls(2)[0], deadline=5.0, transports=list)
+    alone, watch = (
+        open_watch(group, torch.device(device), control=memory_controls(size)[0], deadline=None, transports=list)
+        for size in (1, 2)
+    )
+    assert {*fast._watches} == {watch}, "a single rank waits for nobody"
+    assert watch._posts._seconds is None and not alone.is_closed
     watch.report_failure(TransportError("the connection is gone"))
     assert ended == steps and os.EX_TEMPFAIL == 75
     assert ("ending this process: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(steps)
