@@ -114,6 +114,8 @@ def test_one_connection_per_group_and_no_values_of_an_earlier_group() -> None:
         try:
             control = open_control(group)
             assert control.gather(turn, what="turns") == [turn]
+            assert control.gather_merged((turn,), repr, what="turns") == f"[[{turn}]]"  # as other ranks would see it
+            assert control.gather_merged(turn, tuple, what="turns") == [turn]
             assert open_control(group).gather(-1, what="turns") == [-1]
             assert open_control(group)._connection is control._connection
             assert control.read_key("left") is None
@@ -207,8 +209,8 @@ def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: py
     assert processes.shut_socket(thread) and not processes.shut_socket(threading.main_thread())  # /proc lacks the file
     call.parent.mkdir(parents=True)
     duplicate = os.dup
-    monkeypatch.setattr(os, "dup", lambda file: taken.append(file) or duplicate(near.fileno() if file == 3 else file))
     near, far = socket.socketpair()
+    monkeypatch.setattr(os, "dup", lambda file: taken.append(file) or duplicate(near.fileno() if file == 3 else file))
     far.setblocking(False)
     with near, far:
         for line in (
@@ -343,7 +345,8 @@ def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch
     child.kill()
     child.wait()
     connection = of_a_group(HashStore())
-    control = Control(connection, 0, 4, "", HANGS)
+    connection.prefix = "job/"
+    control = Control(connection, 0, 4, connection.prefix, HANGS)
     control.names = range(10, 14)
     control.exchange({"process/1": own, "process/2": ended})  # rank 3 has not published its process
     assert control.find_dead_peer([1, 3]) is None

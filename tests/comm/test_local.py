@@ -45,7 +45,7 @@ def exchange(group: LocalGroup, value: float = 0.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_failed_run_and_the_end_of_a_world_close_cached_rings(fails: bool) -> None:
-    closed: list[int] = []
+    closed, before = list[int](), {*threading.enumerate()}
 
     def fn(group: LocalGroup) -> None:
         group.cache["a ring"] = SimpleNamespace(close=lambda: closed.append(group.rank()))
@@ -56,7 +56,8 @@ def test_a_failed_run_and_the_end_of_a_world_close_cached_rings(fails: bool) -> 
         with pytest.raises(KeyError) if fails else nullcontext():
             world.run(fn)
         assert sorted(closed) == ([0, 1] if fails else [])
-    assert sorted(closed) == [0, 1]
+        threads = {*threading.enumerate()} - before
+    assert sorted(closed) == [0, 1] and not any(thread.is_alive() for thread in threads)
 
 
 def test_autograd_stays_in_the_rank_s_thread() -> None:

@@ -267,6 +267,15 @@ def test_group_end_is_called_when_an_operation_raises(kind: str, fabric: Fabric,
     assert kinds(device.log).count("groupStart") == 1
 
 
+@pytest.mark.parametrize("drawn", [UNIQUE_ID, tuple(range(-64, 64))])  # of CuPy 14 and 13
+def test_the_unique_id_keeps_its_type(
+    drawn: object, fabric: Fabric, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fabric, "get_unique_id", lambda: drawn)
+    open_alone()
+    assert [op.detail for op in device.log if op.kind == "init"] == [(1, drawn, 0)]
+
+
 def test_tensors_are_held_until_compute_has_waited(device: Device) -> None:
     check_held(device, open_alone(), 0)
 
