@@ -351,12 +351,10 @@ def test_the_cache_of_a_destroyed_group_closes_when_another_group_is_used(gloo: 
 
 
 def test_handles_do_not_keep_their_objects() -> None:
-    value = Mock()
+    value = threading.Event()
     handle = group_cache.create_handle(value)
     assert group_cache.resolve_handle(handle) is value and group_cache.resolve_handle(0) is None
-    assert group_cache.create_handle(value) != handle
     del value
-    gc.collect()
     assert group_cache.resolve_handle(handle) is None
 
 

@@ -268,10 +268,8 @@ def test_group_end_is_called_when_an_operation_raises(kind: str, fabric: Fabric,
 
 
 @pytest.mark.parametrize("drawn", [UNIQUE_ID, tuple(range(-64, 64))])  # of CuPy 14 and 13
-def test_the_unique_id_keeps_its_type(
-    drawn: object, fabric: Fabric, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fabric, "get_unique_id", lambda: drawn)
+def test_the_unique_id_keeps_its_type(drawn: Any, fabric: Fabric, device: Device) -> None:
+    fabric.get_unique_id = lambda: drawn  # type: ignore[method-assign]
     open_alone()
     assert [op.detail for op in device.log if op.kind == "init"] == [(1, drawn, 0)]
 

@@ -162,7 +162,7 @@ def test_both_communicators_end_and_are_checked(method: str) -> None:
 
 
 def test_each_communicator_makes_its_first_call_when_it_opens(
-    windows: Windows, monkeypatch: pytest.MonkeyPatch
+    windows: Windows, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signals, signal = cast("Any", []), OneSided.signal
     monkeypatch.setattr(OneSided, "signal", lambda self, *given: signals.append(self) or signal(self, *given))
@@ -170,6 +170,8 @@ def test_each_communicator_makes_its_first_call_when_it_opens(
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
         assert signals == [transport._comm.data, transport._comm.free]
+        stream: Any = transport.copy_stream.stream  # waits for the zeros of the boxes
+        assert [op.stream for op in device.log if op.kind == "wait"] == [stream]
 
     on_ranks(1, fn)
 

@@ -90,12 +90,8 @@ def test_windows_of_slots_are_shared_by_all_transports(monkeypatch: pytest.Monke
     slots = Slots(2, CPU, slot_windows(ranks))
     synchronized = Mock()
     monkeypatch.setattr(slots, "_synchronize_zeros", synchronized)
-
-    def free(memory: torch.Tensor) -> None:
-        synchronized.assert_called()
-        second.release.assert_called()  # the owner frees the memory last
-
-    first.release = Mock(side_effect=free)
+    # The owner frees the memory last.
+    first.release = Mock(side_effect=lambda _: (synchronized.assert_called(), second.release.assert_called()))
     slots.reserve(100)
     first.zeros.assert_called_once_with(2 * ALIGNMENT)
     second.register.assert_called_once_with(memory)

@@ -167,6 +167,9 @@ def test_rails_leave_every_node_by_the_same_nic(there: list[int], node: tuple[in
     assert ring.nodes[1] == node
     for rail in zip(*ring.nodes, strict=True):
         assert len({ring.nics[rank].name for rank in rail if ring.nics[rank]}) == 1  # type: ignore[union-attr]
+    nics = tuple(Nic(name, 400) for name in "xy")
+    apart = ring_topology([replace(gpu, nics=nics) for gpu in hgx("a", [3, 0])])
+    assert [nic and nic.name for nic in apart.nics] == ["y", "x"]  # in the order of PCIe, not of the ranks
     shifted = ring_topology(hgx("a", [0, 1, 2, 3]) + hgx("b", [1, 2, 3, 4]))
     assert shifted.nodes[1] == (7, 4, 5, 6)  # rails share a NIC where possible
 
