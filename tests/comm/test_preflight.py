@@ -320,7 +320,8 @@ def test_answers_of_many_ranks_are_read_in_rotation() -> None:
 
 def test_a_rank_that_publishes_before_it_arrives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", 0.0)
-    ranks, looks = preflights(2), itertools.count()
+    ranks, looks, silent = preflights(2), itertools.count(), list[Any]()
+    monkeypatch.setattr(ranks[0]._control._connection, "find_dead_peer", lambda missing, *_: silent.append(missing))
     ranks[1]._publish_statement(1, CallStatement({"heads": "8"}, None, False))
     with ThreadPoolExecutor(1) as pool:
 
@@ -329,6 +330,7 @@ def test_a_rank_that_publishes_before_it_arrives_is_waited_for(monkeypatch: pyte
                 pool.submit(agree, ranks[1], {"heads": 8})
 
         assert ranks[0].agree_on_call({"heads": 8}, stop=stop) is None
+    assert (silent[0], silent[-1]) == ([1], [])  # a rank may end once it has stated its call
 
 
 def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
