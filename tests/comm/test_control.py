@@ -481,7 +481,8 @@ def test_answers_of_ranks_that_returned_early_are_read(monkeypatch: pytest.Monke
 
 def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share torchrun's store between two attempts. In the first one, rank 1 died before it used a ring."""
-    served = start_store()
+    served, own_store = start_store(), Mock(wraps=control_module._own_store)
+    monkeypatch.setattr(control_module, "_own_store", own_store)
     prefixes = []
     for attempt, ranks in enumerate([[0], [0, 1]]):
         store = PrefixStore(f"/worker/attempt_{attempt}", served)
@@ -492,6 +493,7 @@ def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch
         for connection in connections:
             connection.close()
     assert prefixes[1] == prefixes[2] != prefixes[0]
+    assert [call.args[1] for call in own_store.mock_calls] == [5.0] * 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])

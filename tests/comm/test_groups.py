@@ -162,8 +162,8 @@ def test_process_and_virtual_rank_transports_are_not_interchangeable(
             open_transport(group, transport="process_group", device="cpu")
 
     on_ranks(2, fn)
-    nodes = Topology.grid(2, 2)  # `open_transport` opens one transport, whatever the nodes
-    assert on_ranks(4, lambda group: open_transport(group, device="cpu", topology=nodes).name) == ["local"] * 4
+    options: Any = {"device": "cpu", "topology": Topology.grid(2, 2)}  # one transport, whatever the nodes
+    assert on_ranks(4, lambda group: open_transport(group, **options).name) == ["local"] * 4
     with pytest.raises(ValueError, match='"local", which cannot be used: the group has 2 processes: use "nccl"'):
         Peers(monkeypatch, "gloo").choose("local", CPU)
 

@@ -194,6 +194,11 @@ def test_the_time_for_a_last_statement_begins_when_a_rank_is_gone(monkeypatch: p
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.LAST_STATEMENT_SECONDS", 3)
     monkeypatch.setattr(ranks[0]._control._connection, "find_dead_peer", find_dead_peer)
     assert agree(ranks[0], {"heads": 8}) == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
+    looks = list[None]()
+    ranks[1]._control.patience = 4.0
+    with pytest.raises(TransportError, match="no answer from rank 0 within 4 s"):
+        ranks[1].agree_on_call({"heads": 4}, stop=lambda: looks.append(None))
+    assert len(looks) == 4, "one look per second"
 
 
 def test_watchdogs_find_a_refusal_after_other_ranks_went_on() -> None:
