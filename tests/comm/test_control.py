@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -113,6 +114,7 @@ def test_one_connection_per_group_and_no_values_of_an_earlier_group() -> None:
         try:
             control = open_control(group)
             assert control.gather(turn, what="turns") == [turn]
+            assert control.gather_merged((turn,), lambda x: (repr(x),), what="turns") == [f"[[{turn}]]"]  # no tuples
             assert open_control(group).gather(-1, what="turns") == [-1]
             assert open_control(group)._connection is control._connection
             assert control.read_key("left") is None
@@ -151,6 +153,7 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
     for _ in range(3):  # values that all ranks have read are deleted while the scope is open
         on_all(rings, lambda ring: ring.gather(ring.rank, what="ranks"))
     wait_until(lambda: store.num_keys() == 1)  # only the last answer is left
+    assert [len(ring._connection.published) for ring in rings] == [1, 0]
     other = Control(rings[0]._connection, 0, 2, "test/other/")
     other.publish("news", 2)
     rings[0].publish("news", 1)
@@ -176,6 +179,7 @@ def test_has_ended_is_true_only_for_a_process_known_to_be_over(
 ) -> None:
     machine, number, start = own_process()
     assert "pid:[" in machine, "containers of one machine count PIDs apart"
+    assert machine.startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip()), "so do machines"
     assert not has_ended([machine, number, start])
     assert has_ended([machine, number, "1"])  # the number now belongs to another process
     child = subprocess.Popen(["sleep", "60"])
@@ -190,6 +194,9 @@ def test_has_ended_is_true_only_for_a_process_known_to_be_over(
         assert not has_ended(unknown)
     monkeypatch.setattr(processes, "PROC", tmp_path)  # a system without /proc
     assert not has_ended(own_process())
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/stat").write_text("7 (name (of a process)) S 1 2")
+    assert processes._stat("7") == ["S", "1", "2"]
 
 
 def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,20 +208,21 @@ def test_the_socket_that_blocks_a_thread_is_shut(tmp_path: Path, monkeypatch: py
     assert processes.shut_socket(thread) and not processes.shut_socket(threading.main_thread())  # /proc lacks the file
     call.parent.mkdir(parents=True)
     duplicate = os.dup
-    monkeypatch.setattr(os, "dup", lambda file: taken.append(file) or duplicate(file))
     near, far = socket.socketpair()
+    monkeypatch.setattr(os, "dup", lambda file: taken.append(file) or duplicate(near.fileno() if file == 3 else file))
     far.setblocking(False)
     with near, far:
         for line in (
             "running",
             "0 0x2 0x0",
             "0 0xffffffff80000003 0x0",
+            "0 0x3 0x0",
             f"0 {near.fileno():#x} 0x0",
             "0 0x3fffffff 0x0",
         ):
             call.write_text(f"{line}\n")
             assert processes.shut_socket(thread)
-        assert (taken, far.recv(1)) == ([near.fileno(), 0x3FFFFFFF], b"")
+        assert (taken, far.recv(1)) == ([3, near.fileno(), 0x3FFFFFFF], b"")
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
@@ -321,7 +329,7 @@ def test_checking_for_gone_ranks_takes_no_longer_than_the_wait(
 
 def of_a_group(store: Store) -> StoreConnection:
     """Return a connection that checks for gone ranks at every request."""
-    group = Mock(rank=Mock(return_value=0))
+    group = Mock(rank=Mock(return_value=3))
     connection = StoreConnection(store, group=group)
     connection._group = lambda: group  # type: ignore[assignment]  # a weak reference would let go of it
     connection._looks = Mock(due=Mock(return_value=True))
@@ -336,13 +344,14 @@ def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch
     child.kill()
     child.wait()
     connection = of_a_group(HashStore())
-    control = Control(connection, 0, 4, "", HANGS)
+    connection.prefix = "job/"
+    control = Control(connection, 0, 4, connection.prefix, HANGS)
     control.names = range(10, 14)
     control.exchange({"process/1": own, "process/2": ended})  # rank 3 has not published its process
     assert control.find_dead_peer([1, 3]) is None
     assert str(control.find_dead_peer([1, 2, 3])) == "rank 12 is gone: its process has ended"
     monkeypatch.setattr(control_module, "connection_closed", lambda group, peer: peer == 1)
-    assert str(control.find_dead_peer([3, 1])) == "rank 11 is gone: its connection to rank 10 is closed"
+    assert str(control.find_dead_peer([3, 1])) == "rank 11 is gone: its connection to rank 13 is closed"
     connection._looks.is_due = lambda now: False  # type: ignore[method-assign]
     assert control.find_dead_peer([1]) is None
 
@@ -387,6 +396,11 @@ def test_a_failure_of_a_request_without_a_waiter_is_ignored() -> None:
 
     connection.enqueue(fail)
     assert connection.call_store(lambda store: store.num_keys(), HANGS) == 0
+    value = threading.Event()
+    released = weakref.ref(value)
+    connection.enqueue(lambda store, value=value: value.set())  # type: ignore[misc]
+    del value
+    wait_until(lambda: released() is None, "an idle thread holds the values of its last request")
     (thread,) = (thread for thread, jobs in control_module._SERVING.items() if jobs is connection._jobs)
     assert thread.daemon
     del connection  # nobody has closed it
@@ -467,7 +481,8 @@ def test_answers_of_ranks_that_returned_early_are_read(monkeypatch: pytest.Monke
 
 def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share torchrun's store between two attempts. In the first one, rank 1 died before it used a ring."""
-    served = start_store()
+    served, own_store = start_store(), Mock(wraps=control_module._own_store)
+    monkeypatch.setattr(control_module, "_own_store", own_store)
     prefixes = []
     for attempt, ranks in enumerate([[0], [0, 1]]):
         store = PrefixStore(f"/worker/attempt_{attempt}", served)
@@ -478,6 +493,7 @@ def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch
         for connection in connections:
             connection.close()
     assert prefixes[1] == prefixes[2] != prefixes[0]
+    assert [call.args[1] for call in own_store.mock_calls] == [5.0] * 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])

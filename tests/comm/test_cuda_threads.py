@@ -13,12 +13,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ringattn.comm import DONE, cuda_threads, group_cache
+from ringattn.comm import DONE, LocalTransport, TransportError, cuda_threads, group_cache, single_rank
 from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, run_with_timeout, start_thread
 from ringattn.comm.transports.copy_streams import CudaCopyStream
 from ringattn.comm.watchdog.watch import Watch, _tick
 
 from ..support.cuda.device import GLOBAL, THREAD_LOCAL, Device
+from ..support.transport_cases import wait_until
 from ..support.watch_cases import memory_controls
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -99,6 +100,17 @@ def test_a_ring_that_dies_during_a_tick_is_freed_on_its_device(device: Device) -
     watches: Any = [Watched()]
     _tick(watches)
     assert not watches and freed == [(1, THREAD_LOCAL)]
+
+
+def test_late_warm_ups_and_failed_rings_abort_on_the_device(device: Device) -> None:
+    transport, places = LocalTransport(single_rank(), CUDA), list[tuple[int, int]]()
+    transport.abort = lambda reason: places.append(place(device))  # type: ignore[method-assign]
+    transport._timeout = 0.0
+    with transport._deadline("late"):
+        wait_until(lambda: places)
+    watch = Watch(memory_controls(2)[0], deadline=None, device=CUDA, transports=lambda: [transport])
+    watch.report_failure(TransportError("the link is down"))
+    assert places == [(1, THREAD_LOCAL)] * 2
 
 
 def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> None:

@@ -99,6 +99,8 @@ def test_resolve_group_takes_process_groups_and_1d_meshes(gloo: dist.ProcessGrou
     assert group_rank_size(both["ring"]) == (0, 1)
     with pytest.raises(ValueError, match=r"the dimensions \('ulysses', 'ring'\)"):
         group_rank_size(init_device_mesh("cpu", (1, 1), mesh_dim_names=("ulysses", "ring")))
+    with pytest.raises(ValueError, match=r"a 2D DeviceMesh. .*pass mesh\['tokens'\]"):
+        resolve_group(init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tokens")))
     with pytest.raises(ValueError, match="with mesh_dim_names"):
         resolve_group(init_device_mesh("cpu", (1, 1)))
     other: Any = 3
@@ -127,6 +129,9 @@ def test_a_mesh_numbers_its_ranks_row_by_row() -> None:
         assert group.mesh(3, 2).ring.size() == 3
         with pytest.raises(ValueError, match="ring is True"):
             group.mesh(True, 6)
+        for ring in (1, 4):
+            with pytest.raises(ValueError, match=f"ring is {ring} and ulysses is 2; their product must be 6"):
+                group.mesh(ring, 2)
 
     on_ranks(6, fn)
     (alone,) = on_ranks(1, lambda group: group.mesh(1, 1))
@@ -134,7 +139,8 @@ def test_a_mesh_numbers_its_ranks_row_by_row() -> None:
 
 
 def test_group_none_is_a_single_rank(gloo: dist.ProcessGroup) -> None:
-    assert isinstance(open_transport(gloo, transport="local", device="cpu"), LocalTransport)
+    named = open_transport(gloo, transport="local", device="cpu")
+    assert isinstance(named, LocalTransport) and named.reason == "local as requested"
     throttled = open_transport(gloo, device="cpu", limits=Limits(bytes_per_second=1e9))
     assert isinstance(throttled, ProcessGroupTransport)
     throttled.close()
@@ -156,6 +162,8 @@ def test_process_and_virtual_rank_transports_are_not_interchangeable(
             open_transport(group, transport="process_group", device="cpu")
 
     on_ranks(2, fn)
+    options: Any = {"device": "cpu", "topology": Topology.grid(2, 2)}  # one transport, whatever the nodes
+    assert on_ranks(4, lambda group: open_transport(group, **options).name) == ["local"] * 4
     with pytest.raises(ValueError, match='"local", which cannot be used: the group has 2 processes: use "nccl"'):
         Peers(monkeypatch, "gloo").choose("local", CPU)
 
@@ -189,8 +197,11 @@ def test_a_warm_up_error_is_raised_although_closing_fails_too() -> None:
         transport.close = Mock(side_effect=OSError("nothing to close"))  # type: ignore[method-assign]
         return transport
 
-    with pytest.raises(TransportError, match=r"^an edge is broken$"):
-        open_transport(transport=factory, device="cpu")
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(TransportError, match=r"^an edge is broken$"):  # once, although both ranks report it
+            open_transport(group, transport=factory, device="cpu")
+
+    on_ranks(2, fn)
     with pytest.raises(TransportError, match=r"^rank 10: OSError: no room$"):
         open_transport(
             transport=Mock(side_effect=OSError("no room")), device="cpu", control=numbered_control(single_rank())
@@ -202,7 +213,9 @@ def test_a_warm_up_error_is_raised_although_closing_fails_too() -> None:
     [
         ("process_group", "cpu:gloo,cuda:gloo", CUDA, r"the group's backend for CUDA tensors is gloo.* \(rank 0\)"),
         ("process_group", "cuda:nccl", CPU, "the group has no backend for CPU tensors"),
-        ("nccl", "cuda:nccl", CUDA, r'CuPy could not be imported.*pip install "ringattn\[cupy-cuda'),
+        ("nccl", "cuda:nccl", CUDA, r'CuPy could not be imported.*pip install "ringattn\[cupy-cuda12\]'),
+        ("process_group", "cpu:gloo,cuda:mpi", CUDA, "the group's backend for CUDA tensors is mpi"),
+        ("process_group", "cpu:gloo", CUDA, "the group's backend for CUDA tensors is none"),
         ("auto", "cpu:gloo,cuda:gloo", CUDA, r"nccl: CuPy.* \(rank 0\); process_group: .*; nccl_one_sided: CuPy"),
     ],
 )
@@ -210,6 +223,7 @@ def test_transports_refused_for_processes(
     transport: str, backend: str, device: torch.device, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_nccl(monkeypatch, None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
     with pytest.raises(ValueError, match=match):
         Peers(monkeypatch, backend).choose(transport, device)
 
@@ -274,6 +288,11 @@ def test_warm_ups_time_out_after_half_the_patience(gloo: dist.ProcessGroup) -> N
     for patience in (4.0, 1e6):
         open_transport(gloo, transport=factory, device=CPU, control=open_control(gloo, patience)).close()
     assert timeouts == [2.0, WARM_UP_SECONDS]
+    control = open_control(gloo, 4.0)
+    control.names = (7,)
+    transport: Any = open_transport(gloo, transport="process_group", device=CPU, control=control)
+    assert (transport._timeout, transport.names) == (2.0, (7,))
+    transport.close()
 
 
 @pytest.mark.parametrize(("sent", "received"), [(400, 400), (100, 400), (400, 100)])
@@ -293,11 +312,14 @@ def test_a_throttled_link_moves_both_directions_at_once(
 
 def test_transports_of_one_group_take_successive_tags(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start again at the first tag after the last one."""
-    monkeypatch.setattr(Control, "gather", lambda control, value, **_: [value, process_group.TAGS - 1])
+    gather = Mock(side_effect=lambda value, **_: [value, process_group.TAGS - 1])
+    monkeypatch.setattr(Control, "gather", gather)
     for tag in (process_group.TAGS - 1, 0):
-        transport = ProcessGroupTransport(gloo, CPU)
+        transport = ProcessGroupTransport(gloo, CPU, timeout=7.0)
         assert transport._tag == process_group.FIRST_TAG + tag
+        transport.gather(0)
         transport.close()
+    assert [call.kwargs["timeout"] for call in gather.mock_calls] == [7.0, 14.0] * 2
 
 
 @pytest.mark.parametrize(("patience", "waits"), [(2.0, 2.0), (1e6, DEFAULT_TIMEOUT), (None, DEFAULT_TIMEOUT)])
@@ -316,6 +338,7 @@ def test_the_first_wait_of_a_ring_allows_for_compilation(gloo: dist.ProcessGroup
     given: list[tuple[Any, float | None]] = [(gloo, None), (gloo, 4.0), (single_rank(), None), (single_rank(), 4.0)]
     waits = [ring_control(group, deadline).patience for group, deadline in given]
     assert waits == [FIRST_DEADLINE_SECONDS, 4.0, DEFAULT_TIMEOUT, 4.0]
+    assert open_control(gloo).patience == DEFAULT_TIMEOUT == 300.0  # in the docstring of `open_control`
 
 
 def test_the_cache_of_a_destroyed_group_closes_when_another_group_is_used(gloo: dist.ProcessGroup) -> None:
@@ -327,6 +350,14 @@ def test_the_cache_of_a_destroyed_group_closes_when_another_group_is_used(gloo: 
     returned.set()
     assert closed.wait(HANGS)
     assert destroyed not in group_cache._GROUP_CACHES, "a cache must close only once"
+
+
+def test_handles_do_not_keep_their_objects() -> None:
+    value = threading.Event()
+    handle = group_cache.create_handle(value)
+    assert group_cache.resolve_handle(handle) is value and group_cache.resolve_handle(0) is None
+    del value
+    assert group_cache.resolve_handle(handle) is None
 
 
 def test_a_failed_batch_interrupts_its_other_transfers(
@@ -373,13 +404,22 @@ def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
     return Peers(monkeypatch, "cpu:gloo,cuda:nccl")
 
 
-def test_auto_chooses_a_transport_of_all_ranks(able: Peers) -> None:
+def test_auto_chooses_a_transport_of_all_ranks(able: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     assert able.choose("auto", CUDA) == [("nccl",), ("process_group",)]
     assert able.choose("auto", CPU) == [("process_group",)]
     able.change, able.names = {"nccl": "CuPy could not be imported"}, (4, 7)  # on the other rank only
     assert able.choose("auto", CUDA) == [("process_group",)]
     with pytest.raises(ValueError, match=r'transport is "nccl", .*: CuPy could not be imported \(rank 7\)'):
         able.choose("nccl", CUDA)
+    assert able.choose("nccl_one_sided", CUDA) == [("nccl_one_sided",)]  # `auto` does not
+    request = make_request(able, "auto", CUDA, None, NO_LIMITS, 1)  # type: ignore[arg-type]
+    assert request.device == "cuda", "ranks of one host have devices of different numbers"
+    able.change = {}
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    assert able.choose("auto", CUDA) == [("process_group",)]
+    for name in ("nccl", "nccl_one_sided"):
+        with pytest.raises(ValueError, match=f'"{name}", which cannot be used: NCCL_COMM_BLOCKING=0'):
+            able.choose(name, CUDA)
 
 
 def test_a_single_node_transport_gets_another_one_between_nodes(able: Peers) -> None:

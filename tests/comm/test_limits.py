@@ -27,6 +27,7 @@ from ringattn.kernels.tile_schedule import DEFAULT_SM_MARGIN
         (Limits(cga_cluster_size=4), {}, 8, 8 + 8 * 3),  # each of the 8 GPCs may have 3 multiprocessors left over
         (Limits(), {"NCCL_MAX_CTAS": "16", "NCCL_MAX_P2P_NCHANNELS": "4"}, 4, 4),
         (Limits(), {"NCCL_MIN_CTAS": "2"}, 32, 32),
+        (Limits(), {"NCCL_MIN_P2P_NCHANNELS": "2", "NCCL_CGA_CLUSTER_SIZE": "default"}, 32, 32),
         (Limits(), {"NCCL_CGA_CLUSTER_SIZE": "4"}, 8, 8 + 8 * 3),
         (Limits(cga_cluster_size=2), {"NCCL_CGA_CLUSTER_SIZE": "4"}, 8, 8 + 8 * 1),
         (Limits(), {"NCCL_MAX_CTAS": "0", "NCCL_MIN_CTAS": "many", "NCCL_CGA_CLUSTER_SIZE": "0"}, 8, 8),
@@ -44,10 +45,12 @@ def test_limits_end_where_nccl_ends() -> None:
     most = Limits(channels=64, ctas=64, cga_cluster_size=8, bytes_per_second=1)
     assert most == Limits(np.int64(64), np.int32(64), np.float32(1), np.int8(8))  # type: ignore[arg-type]
     assert {type(limit) for limit in vars(most).values()} == {int, float}
+    assert Limits(ctas=4, cga_cluster_size=4).blocks == 4
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"channels": 128}, "channels is 128"), ({"ctas": 0}, "ctas is 0"), ({"ctas": 12}, "ctas is 12"),
         ({"bytes_per_second": math.inf}, "bytes_per_second is inf"),
         ({"ctas": 2, "cga_cluster_size": 4}, "cga_cluster_size is 4; it must be at most 2"),
+        ({"ctas": 64, "cga_cluster_size": 16}, "cga_cluster_size is 16: it must be a power of two from 1 to 8"),
     ]  # fmt: skip
     for limits, match in wrong:
         with pytest.raises(ValueError, match=match):

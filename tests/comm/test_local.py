@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, TransportError, WorldAborted
+from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, TransportError, WorldAborted, open_transport
 from ringattn.comm.world import Hub
 
 from ..support.watch_cases import ManualClock
@@ -33,17 +35,21 @@ def exchange(group: LocalGroup, value: float = 0.0) -> torch.Tensor:
     return arrived
 
 
-def test_a_failed_run_closes_cached_rings() -> None:
-    closed: list[int] = []
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_failed_run_and_the_end_of_a_world_close_cached_rings(fails: bool) -> None:
+    closed, before = list[int](), {*threading.enumerate()}
 
     def fn(group: LocalGroup) -> None:
         group.cache["a ring"] = SimpleNamespace(close=lambda: closed.append(group.rank()))
-        raise KeyError
+        if fails:
+            raise KeyError
 
     with world_of(2) as world:
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError) if fails else nullcontext():
             world.run(fn)
-        assert sorted(closed) == [0, 1]
+        assert sorted(closed) == ([0, 1] if fails else [])
+        threads = [x for x in threading.enumerate() if x not in before and x.name.startswith("ringattn-rank")]
+    assert sorted(closed) == [0, 1] and [thread.is_alive() for thread in threads] == [False] * 2
 
 
 def test_autograd_stays_in_the_rank_s_thread() -> None:
@@ -71,8 +77,9 @@ def test_a_rank_is_refused_outside_its_own_thread() -> None:
         world.run(posts)
         groups = world.run(lambda group: group)
         match = r"rank 0 of LocalWorld\(2\) was used from thread 'MainThread'. .* Call backward\(\) inside fn"
-        with pytest.raises(RuntimeError, match=match):
-            posts(groups[0])
+        for call in (posts, partial(open_transport, device="cpu")):
+            with pytest.raises(RuntimeError, match=match):
+                call(groups[0])
         with pytest.raises(RuntimeError, match=r"rank 0 of LocalWorld\(2\) was used from thread 'ringattn-rank1"):
             world.run(lambda group: posts(groups[0]) if group.rank() == 1 else None)
 
@@ -136,11 +143,17 @@ def test_keyboard_interrupt_unblocks_the_ranks(monkeypatch: pytest.MonkeyPatch) 
 
     def fn(group: LocalGroup) -> None:
         waiting.set()
-        LocalTransport(group, CPU).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(1))])
+        with pytest.raises(WorldAborted):
+            LocalTransport(group, CPU).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(1))])
+        time.sleep(0.05)
+        ended.append(group.rank())
 
+    ended: list[int] = []
     monkeypatch.setattr("ringattn.comm.world.wait", interrupted)
-    with world_of(2) as world, pytest.raises(KeyboardInterrupt):
-        world.run(fn)
+    with world_of(2) as world:
+        with pytest.raises(KeyboardInterrupt):
+            world.run(fn)
+        assert sorted(ended) == [0, 1], "the ranks must end before the run does"
 
 
 def numbered(group: LocalGroup) -> LocalTransport:
@@ -186,6 +199,7 @@ def refused(call: Callable[[], object], match: str) -> None:
 
 def test_wrong_uses_of_a_local_world_are_refused() -> None:
     refused(lambda: LocalWorld(0), "world_size is 0")
+    refused(lambda: LocalWorld(2, timeout=0), "timeout is 0: it must be a positive number of seconds")
     world = world_of(2)
     refused(lambda: world.run(3), "fn is 3; it must be a function")  # type: ignore[arg-type]
     refused(lambda: world.run(lambda group: world.run(exchange)), "never inside fn")

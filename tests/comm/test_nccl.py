@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -73,7 +74,7 @@ class Library:
 
     def ncclCommGetAsyncError(self, comm: Any, error: Any) -> int:
         error._obj.value = self.asynchronous
-        return 0
+        return self.status
 
     def ncclGetErrorString(self, status: int) -> bytes:
         return f"error {status}".encode()
@@ -99,13 +100,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     [
         (Limits(), {"NCCL_MAX_CTAS": "", "NCCL_COMM_BLOCKING": "1"}, (UNDEFINED, 8), None),
         (Limits(cga_cluster_size=4), {"NCCL_DEBUG": "INFO"}, (UNDEFINED, 8), None),
-        (Limits(ctas=16), {"NCCL_CGA_CLUSTER_SIZE": "4"}, (UNDEFINED, 16), None),
+        (Limits(ctas=16), {"NCCL_CGA_CLUSTER_SIZE": "4", "NCCL_MAX_CTAS": ""}, (UNDEFINED, 16), None),
         (Limits(channels=4, ctas=8), {}, (4, 4), None),  # exactly four channels, and at most eight CTAs
         # Opening refuses these beside an explicit limit only. The default limit must not cut the user's minimum.
         (Limits(), {"NCCL_MIN_CTAS": "16"}, (UNDEFINED, UNDEFINED), None),
         (Limits(cga_cluster_size=1), {"NCCL_MAX_P2P_NCHANNELS": "16"}, (UNDEFINED, UNDEFINED), None),
         (Limits(), {"NCCL_COMM_BLOCKING": "0"}, (UNDEFINED, 8), "NCCL_COMM_BLOCKING=0 in the environment"),
         (Limits(cga_cluster_size=2), {"NCCL_CGA_CLUSTER_SIZE": "4"}, (UNDEFINED, 8), "NCCL_CGA_CLUSTER_SIZE=4 in the"),
+        (Limits(channels=2), {"NCCL_MIN_P2P_NCHANNELS": "4"}, (2, 2), "limits.channels is 2, but NCCL_MIN_P2P_NCHANNE"),
         (
             Limits(ctas=4),
             {"NCCL_MAX_P2P_NCHANNELS": "8", "NCCL_MIN_CTAS": "2"},
@@ -139,13 +141,17 @@ def test_a_configured_communicator_calls_libnccl(library: Library) -> None:
     communicator.send(1000, 5, 1, 3, 9)
     communicator.recv(2000, 6, 1, 4, 9)
     communicator.check_async_error()
-    library.status, library.asynchronous = 5, 6
+    library.asynchronous = 6
     with pytest.raises(TransportError, match=r"NCCL: error 6 \(status 6\)"):
         communicator.check_async_error()
-    with pytest.raises(TransportError, match=r"NCCL: error 5 \(status 5\)"):
-        communicator.send(0, 0, 1, 0, 0)
-    del library.calls[-1]
-    library.status = 0
+    library.status, library.asynchronous, calls = 5, 0, [*library.calls]
+    for refused in (
+        partial(communicator.send, 0, 0, 1, 0, 0), partial(communicator.recv, 0, 0, 1, 0, 0),
+        communicator.check_async_error, partial(ConfiguredCommunicator, 1, UNIQUE_ID, 0, Limits()),
+    ):  # fmt: skip
+        with pytest.raises(TransportError, match=r"NCCL: error 5 \(status 5\)"):
+            refused()
+    library.status, library.calls = 0, calls
     for end in (communicator.abort, communicator.abort, communicator.destroy):
         end()
     other = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits())
@@ -163,11 +169,12 @@ def test_a_configured_communicator_calls_libnccl(library: Library) -> None:
 
 
 def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    none = "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n"
+    none = "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n7f5 r-xp 0 08:01 6 /usr/lib/libnccl-net.so\n"
     single = none + "".join(f"7f{at} r-xp 0 08:01 8             /opt/a b/nccl/lib/libnccl.so.2\n" for at in (1, 2))
     linked = f"{single}7f3 r-xp 0 08:01 8 /usr/lib/libnccl.so.2\n"  # same inode, another path
     assert loaded_libraries(linked) == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     two = f"{single}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
+    assert loaded_libraries("7f4 r-xp 0 08:01 9 /opt/libnccl-0a1b2c3d.so.2") == [Path("/opt/libnccl-0a1b2c3d.so.2")]
     same_number = f"{single}7f4 r-xp 0 08:02 8 /usr/lib/libnccl.so.2.30.7 (deleted)\n"  # on another device
     monkeypatch.setattr(Path, "read_text", lambda path: single)
     assert loaded_libraries() == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
@@ -257,6 +264,13 @@ def test_group_end_is_called_when_an_operation_raises(kind: str, fabric: Fabric,
         transport.post(sends=[Message(0, tensor)], receives=[Message(0, constant_tensor(0, 4, CPU))])
     assert kinds(device.log)[-1] == "groupEnd"
     assert kinds(device.log).count("groupStart") == 1
+
+
+@pytest.mark.parametrize("drawn", [UNIQUE_ID, tuple(range(-64, 64))])  # of CuPy 14 and 13
+def test_the_unique_id_keeps_its_type(drawn: Any, fabric: Fabric, device: Device) -> None:
+    fabric.get_unique_id = lambda: drawn  # type: ignore[method-assign]
+    open_alone()
+    assert [op.detail for op in device.log if op.kind == "init"] == [(1, drawn, 0)]
 
 
 def test_tensors_are_held_until_compute_has_waited(device: Device) -> None:
@@ -520,13 +534,14 @@ def test_nccl_init_errors_are_raised_on_all_ranks(
 def test_a_communicator_is_destroyed_or_aborted_once(
     fabric: Fabric, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    transport = open_alone()
+    transport = open_alone(limits=Limits(ctas=4, cga_cluster_size=2))
+    assert transport.multiprocessors == 4 + 8  # as `Limits.multiprocessors`
     device.log.clear()
     transport.close()
     transport.close()
     transport.abort("too late")
     assert kinds(device.log) == ["destroy"] and not transport._finalizer.alive
-    with pytest.raises(TransportError, match="is closed"):
+    with pytest.raises(TransportError, match="the nccl transport of rank 10 is closed"):
         transport.post(sends=[], receives=[])
 
     transport = open_alone()  # pending transfers lead to an abort
@@ -564,6 +579,8 @@ def test_a_warm_up_has_a_deadline(hangs: bool, fabric: Fabric, device: Device) -
     fabric.before_end = blocked
     transport = open_alone()
     transport._timeout = 0.05  # applies to the warm-up only
+    transport._control.gather = Mock(wraps=transport._control.gather)  # type: ignore[method-assign]
     with pytest.raises(TransportError, match=r"its warm-up took more than 0\.05 s"):
         transport.warm_up([(0, 0)])
+    assert transport._control.gather.call_args.kwargs["timeout"] == 0.1  # a peer may have begun later
     wait_until(lambda: kinds(device.log).count("abort") == 1)

@@ -57,11 +57,14 @@ def test_slots_in_windows_are_written_in_place(windows: Windows, device: Device)
 
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
+        data: Any = transport._comm.data  # new memory has old contents
+        data.allocate = lambda n, ask=data.allocate: (place := ask(n), windows.blocks[place].fill_(7))[0]
         onward, back = ring_neighbours(transport)
         slots = Slots(2, CPU, slot_windows([transport]))
         for nbytes in (200, 5000):
             slots.reserve(nbytes)
             here, there = (slots.tensors(slot, spec)[0] for slot in (0, 1))
+            assert not here.any() and not there.any()
             here.fill_(transport.rank)
             sends, receives = [Placed(onward, here, there)], [Message(back, there)]
             transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
@@ -152,7 +155,7 @@ def test_both_communicators_end_and_are_checked(method: str) -> None:
 
 
 def test_each_communicator_makes_its_first_call_when_it_opens(
-    windows: Windows, monkeypatch: pytest.MonkeyPatch
+    windows: Windows, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signals, signal = cast("Any", []), OneSided.signal
     monkeypatch.setattr(OneSided, "signal", lambda self, *given: signals.append(self) or signal(self, *given))
@@ -160,6 +163,8 @@ def test_each_communicator_makes_its_first_call_when_it_opens(
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
         assert signals == [transport._comm.data, transport._comm.free]
+        stream: Any = transport.copy_stream.stream  # waits for the zeros of the boxes
+        assert [op.stream for op in device.log if op.kind == "wait"] == [stream]
 
     on_ranks(1, fn)
 
@@ -308,6 +313,11 @@ def test_calls_into_libnccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, comm, memory, flags) == ("ncclCommWindowRegister", 77, [1000, 4096], 1)
     assert communicator.allocate(4096) == 0
     library.status = 5
-    with pytest.raises(TransportError, match="error 5"):
-        communicator.put(1000, 24, 1, 55, 512, 9)
+    for refused in (
+        partial(communicator.put, 1000, 24, 1, 55, 512, 9), partial(communicator.signal, 1, 9),
+        partial(communicator.wait, {0: 2}, 9), partial(communicator.allocate, 4096), partial(communicator.free, 1000),
+        partial(communicator.register, 1000, 4096), partial(communicator.deregister, 55),
+    ):  # fmt: skip
+        with pytest.raises(TransportError, match="error 5"):
+            refused()
     assert ctypes.sizeof(nccl_one_sided._WaitSignalDesc) == 16

@@ -45,6 +45,7 @@ def linked(device: DeviceInfo, **change: Any) -> DeviceInfo:
         (A, B, "nvlink", "NVLink 4 x18 switch", 380),
         (A, linked(B, links=9), "nvlink", "NVLink 4 x9 switch", 190),  # the weaker end decides
         (A, linked(B, version=None), "nvlink", "NVLink 4 x18 switch", 380),
+        (A, linked(B, version=3), "nvlink", "NVLink 3 x18 switch", 380),
         (*LINKED, "nvlink", "NVLink 2 x2", 42.2),
         (LINKED[0], replace(LINKED[1], nvlinks=()), "nvlink", "NVLink 2 x2", 42.2),  # a container may hide an address
         (BOX[0], BOX[1], "pcie", "PCIe, one switch", 13.1),
@@ -81,6 +82,8 @@ def test_nearest_nic_of_each_gpu() -> None:
     assert nearest_nics([replace(A, nics=())]) == [None]
     beside, far = Nic("eno1", 25, A.pcie), Nic("mlx5_9", 400)
     assert nearest_nics([replace(A, nics=(beside, far))]) == [far]
+    twin, slower = Nic("mlx5_a", 400), Nic("mlx5_8", 200)
+    assert nearest_nics([replace(A, nics=(slower, far, twin))] * 3) == [far, twin, far]  # the fastest take turns
 
 
 def test_network_bandwidth_is_that_of_the_slower_or_shared_nic() -> None:
@@ -307,6 +310,9 @@ def test_reader_of_clocks_and_power(stand_in: StandIn) -> None:
     assert read.reason is None
     assert read() == read() == expected
     assert stand_in.asked.count("nvmlDeviceGetTemperature") == 1  # unsupported values are queried once
+    stand_in.answers["DeviceGetTemperature"] = lambda gpu, sensor: 61 + sensor
+    assert nvml.GpuReader(GPU)() == {**expected, "celsius": 61}
+    del stand_in.answers["DeviceGetTemperature"]
     assert provenance.gpu_clocks(GPU) == expected
     assert provenance._or_unknown(nvml.driver_version) == "580.1"
     assert (nvml.GpuReader(CPU)(), nvml.GpuReader(CPU).reason) == ({}, "cpu is not a GPU")

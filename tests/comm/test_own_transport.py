@@ -238,6 +238,7 @@ def test_names_that_cannot_be_registered(name: str) -> None:
         (name, Opener(), "name is 'counting', which is already registered for .*Opener"),
         ("auto", Opener(), "name is 'auto'"),
         ("a,b", Opener(), "name is 'a,b'"),
+        ("", Opener(), "name is ''"),
         (3, Opener(), "name is 3"),
         ("other", "counting", "factory is 'counting'; it must be a function"),
     ]

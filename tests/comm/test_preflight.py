@@ -194,6 +194,11 @@ def test_the_time_for_a_last_statement_begins_when_a_rank_is_gone(monkeypatch: p
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.LAST_STATEMENT_SECONDS", 3)
     monkeypatch.setattr(ranks[0]._control._connection, "find_dead_peer", find_dead_peer)
     assert agree(ranks[0], {"heads": 8}) == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
+    looks = list[None]()
+    ranks[1]._control.patience = 4.0
+    with pytest.raises(TransportError, match="no answer from rank 0 within 4 s"):
+        ranks[1].agree_on_call({"heads": 4}, stop=lambda: looks.append(None))
+    assert len(looks) == 4, "one look per second"
 
 
 def test_watchdogs_find_a_refusal_after_other_ranks_went_on() -> None:
@@ -320,7 +325,8 @@ def test_answers_of_many_ranks_are_read_in_rotation() -> None:
 
 def test_a_rank_that_publishes_before_it_arrives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", 0.0)
-    ranks, looks = preflights(2), itertools.count()
+    ranks, looks, silent = preflights(2), itertools.count(), list[Any]()
+    monkeypatch.setattr(ranks[0]._control._connection, "find_dead_peer", lambda missing, *_: silent.append(missing))
     ranks[1]._publish_statement(1, CallStatement({"heads": "8"}, None, False))
     with ThreadPoolExecutor(1) as pool:
 
@@ -329,6 +335,7 @@ def test_a_rank_that_publishes_before_it_arrives_is_waited_for(monkeypatch: pyte
                 pool.submit(agree, ranks[1], {"heads": 8})
 
         assert ranks[0].agree_on_call({"heads": 8}, stop=stop) is None
+    assert (silent[0], silent[-1]) == ([1], [])  # a rank may end once it has stated its call
 
 
 def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:

@@ -90,13 +90,15 @@ def test_windows_of_slots_are_shared_by_all_transports(monkeypatch: pytest.Monke
     slots = Slots(2, CPU, slot_windows(ranks))
     synchronized = Mock()
     monkeypatch.setattr(slots, "_synchronize_zeros", synchronized)
-    first.release = Mock(side_effect=lambda memory: synchronized.assert_called())
+    before = list[tuple[bool, bool]]()
+    first.release = Mock(side_effect=lambda _: before.append((synchronized.called, second.release.called)))
     slots.reserve(100)
     first.zeros.assert_called_once_with(2 * ALIGNMENT)
     second.register.assert_called_once_with(memory)
     synchronized.reset_mock()
     for _ in range(2):
         slots.release()
+    assert before == [(True, True)], "the owner frees the memory last"
     for transport in ranks:
         transport.release.assert_called_once_with(memory)
     assert slot_windows([first, object()]) is None  # type: ignore[list-item]

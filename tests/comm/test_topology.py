@@ -33,7 +33,7 @@ def rates(ring: Topology, level: int = 0) -> list[float | None]:
 
 
 def test_topology_is_described_in_text() -> None:
-    text = ring_topology(hgx("a")[:2] + hgx("b")[:2]).describe()
+    text = ring_topology(hgx("a/1f0c")[:2] + hgx("b/77d2")[:2]).describe()  # the hosts' names and boot ids
     assert (
         text
         == """\
@@ -48,6 +48,10 @@ two-level ring of 4 ranks, 2 nodes of 2; -N->: expected GB/s per direction
     assert "0 -?-> 1 -?-> 0   unknown" in Topology.flat(2).describe()
     alone = "flat ring of 1 rank, 1 node of 1; -N->: expected GB/s per direction\n  ring  0"
     assert Topology.flat(1).describe() == alone
+    edges = " ".join(["0", *(f"-?-> {rank}" for rank in range(1, 13)), "…", *(f"-?-> {rank}" for rank in (18, 19, 0))])
+    assert f"ring  {edges}   unknown" in Topology.flat(20).describe()
+    racks = [replace(hgx(host)[0], fabric=f"rack {number // 2}") for number, host in enumerate("abcd")]
+    assert "\n  node 0  0 -380-> 1 " in ring_topology(racks).describe(), "a node of several hosts has no host's name"
 
 
 def test_1024_gpus_are_ordered_in_2_seconds() -> None:
@@ -142,9 +146,11 @@ TRAYS = [replace(device, fabric="c/1") for host in range(18) for device in hgx(f
         (PAIRS, (0, 1, 3, 2), {"NVLink 3 x4": 2, "PCIe, one switch": 2}),
         (BLIND, (0, 1, 3, 2), {"NVLink ? x4": 2}),  # an unknown NVLink generation still beats PCIe
         (SHUFFLED, (1, 4, 7, 2, 5, 0, 3, 6), {"PCIe, between sockets": 2}),  # the order follows the PCIe tree
+        ([replace(gpu, pcie=()) for gpu in SHUFFLED], (1, 4, 7, 2, 5, 0, 3, 6), {"PCIe, unknown path": 8}),
         (TRAYS, tuple(range(72)), {"NVLink 4 x18 switch": 72}),  # an NVLink fabric across hosts is one node
+        ([TRAYS[i] for i in (0, 4, 5, 1)], (0, 3, 1, 2), {"NVLink 4 x18 switch": 4}),  # its hosts follow in turn
     ],
-    ids=["DGX-1", "cliques", "bridges", "unknown generation", "PCIe", "fabric"],
+    ids=["DGX-1", "cliques", "bridges", "unknown generation", "PCIe", "unknown paths", "fabric", "fabric, mixed"],
 )
 def test_order_inside_a_node(devices: list[DeviceInfo], order: tuple[int, ...], links: dict[str, int]) -> None:
     ring = ring_topology(devices)
@@ -161,6 +167,9 @@ def test_rails_leave_every_node_by_the_same_nic(there: list[int], node: tuple[in
     assert ring.nodes[1] == node
     for rail in zip(*ring.nodes, strict=True):
         assert len({ring.nics[rank].name for rank in rail if ring.nics[rank]}) == 1  # type: ignore[union-attr]
+    nics = tuple(Nic(name, 400) for name in "xy")
+    apart = ring_topology([replace(gpu, nics=nics) for gpu in hgx("a", [3, 0])])
+    assert [nic and nic.name for nic in apart.nics] == ["y", "x"]  # in the order of PCIe, not of the ranks
     shifted = ring_topology(hgx("a", [0, 1, 2, 3]) + hgx("b", [1, 2, 3, 4]))
     assert shifted.nodes[1] == (7, 4, 5, 6)  # rails share a NIC where possible
 
@@ -210,6 +219,7 @@ def test_nodes_without_devices() -> None:
     [
         ([[[0, 2]]], "every rank from 0 on exactly once"),
         ([[0, 1]], "a list of nodes"),
+        ([[]], "a list of nodes"),
         ([[["0"]]], "a list of nodes"),
         ([[[0]], 3], "devices is 3; it must be a tuple with the DeviceInfo of every rank, or empty"),
         ([[[0], []]], "a list of nodes"),

@@ -565,12 +565,17 @@ def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
             for deadline in (None, 5.0)
         ]
         assert {*watches} == {*rings[group.rank()].watches}
+        gpu, gauges = torch.device("cuda", 0), Mock(return_value={"sm_mhz": 1980})
+        watches.append(
+            open_watch(group, gpu, control=ring_control(group, 9.0), deadline=9.0, transports=list, gauges=gauges)
+        )
+        assert watches[-1].telemetry()[0].row.gauges == {"sm_mhz": 1980}
         for watch in watches:
             watch.close()
         return [(watch._posts._seconds, watch._fatal, watch._ends_all_ranks) for watch in watches]
 
     with LocalWorld(2, device="cpu") as world:
-        assert world.run(fn) == [[(NEVER, None, True), (5.0, None, True)]] * 2
+        assert world.run(fn) == [[(NEVER, None, True), (5.0, None, True), (9.0, None, True)]] * 2
 
 
 @pytest.mark.parametrize(("device", "steps"), [("cpu", []), ("cuda:0", ["flush", 75])])
@@ -582,7 +587,11 @@ def test_only_failures_on_a_gpu_end_the_process(
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(sys, "stdout", Mock(flush=lambda: ended.append("flush")))
     group: Any = object()
-    watch = open_watch(group, torch.device(device), control=memory_controls(2)[0], deadline=5.0, transports=list)
+    alone, watch = (
+        open_watch(group, torch.device(device), control=memory_controls(size)[0], deadline=None, transports=list)
+        for size in (1, 2)
+    )
+    assert ({*fast._watches}, alone.is_closed, watch._posts._seconds) == ({watch}, False, None)
     watch.report_failure(TransportError("the connection is gone"))
     assert ended == steps and os.EX_TEMPFAIL == 75
     assert ("ending this process: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(steps)

@@ -77,7 +77,7 @@ def edges_are_warmed_up_once(transport: Transport, device: torch.device) -> None
     transport.warm_up(everything[::-1])
     peers = [message.peer for sends in posted for message in sends]
     assert sorted(peers) == list(ranks)
-    for edge in ((0, transport.size), (-1, 0)):
+    for edge in ((0, transport.size), (-1, 0), (transport.size, 0), (0, -1)):
         with pytest.raises(ValueError, match=rf"edges has \({edge[0]}, {edge[1]}\); its ranks must be between 0 and"):
             transport.warm_up([edge])
 
