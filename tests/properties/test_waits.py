@@ -86,7 +86,7 @@ REPLAYED = [
 def test_any_order_that_the_waits_allow_gives_the_result(transport: str, name: str) -> None:
     """Replay in memory whose free bytes are NaN, so unrecorded reads and writes show up."""
     recording = record(CASES[transport][name])
-    for seed in range(4):
+    for seed in range(2):
         assert recording.wrong(seed) == []
 
 
@@ -127,7 +127,7 @@ def check_any(case: Case) -> None:
     assert not recording.wrong(0)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(any_case())
 def test_any_sequence_of_calls(case: Case) -> None:
     check_any(case)
