@@ -164,6 +164,14 @@ def test_other_masks_than_full_and_causal(tmp_path: Path) -> None:
     (tmp_path / "mask.json").write_text('{"slices": [[[0, 1000], [0, 1000], 1], [[1000, 4096], [1000, 4096], 1]]}')
     documents = own(*flags, "--cu-seqlens", "0,1000,4k")["fwd"]
     assert own(*flags, "--full", "--mask", str(tmp_path / "mask.json"))["fwd"] == documents
+    bad = {
+        '{"spans": []}': "it has spans, and may have one of", '{"intervals": null}': "Could not infer dtype",
+        '{"intervals": "x"}': "",
+    }  # fmt: skip
+    for text, words in bad.items():
+        (tmp_path / "mask.json").write_text(text)
+        refused = invoke(*flags, "--mask", str(tmp_path / "mask.json"))
+        assert refused.exit_code == 2 and f"mask.json: {words}" in refused.output, text
 
 
 def test_memory_of_a_forward_alone() -> None:
