@@ -250,7 +250,7 @@ def read_mask(path: Path | None, tokens: int) -> dict[str, Any]:
             made["intervals"] = Intervals(torch.tensor(fields["intervals"]))
         elif fields:
             raise ValueError(f"it has {', '.join(fields)}, and may have one of intervals, slices, lengths with parents")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # torch.tensor raises all of them
         raise ValueError(f"--mask is {path}: {error}") from None
     return made
 

@@ -99,6 +99,7 @@ def test_difference_of_a_wrong_row() -> None:
     lse = torch.tensor([[[1.0, -torch.inf]]])
     assert call_cases.row_difference(lse, lse.double()) == 0
     assert call_cases.row_difference(lse, torch.ones(1, 1, 2).double()) == torch.inf
+    assert call_cases.row_difference(torch.ones(1, 1, 2), lse.double()) == torch.inf
 
 
 def test_the_worst_rank_and_every_change_count() -> None:

@@ -32,19 +32,22 @@ from ringattn.bench.common.flags import PatternFlag
 from ringattn.bench.common.provenance import provenance, typed_command
 from ringattn.bench.common.timing import Samples, StepTimer, repeats_within, time_in_turns
 from ringattn.comm.topology import nvml
+from ringattn.ring import slices
 
 from ..support.cuda.device import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+HALVES = slices([((0, 32), (0, 32), 0), ((32, 64), (32, 64), 0)], 64)
 
 
 def test_candidates_take_turns() -> None:
     order: list[str] = []
     steps = {name: partial(order.append, name) for name in "abc"}
-    timed = time_in_turns(steps, StepTimer(CPU), repeats=3, warmup=1)
-    assert "".join(order) == "abc" * 4
+    done: list[int] = []
+    timed = time_in_turns(steps, StepTimer(CPU), repeats=3, warmup=1, progress=partial(done.append, 1))
+    assert "".join(order) == "abc" * 4 and len(done) == 12
     assert {name: len(samples.seconds) for name, samples in timed.items()} == {"a": 3, "b": 3, "c": 3}
 
 
@@ -110,6 +113,8 @@ def test_inputs_and_their_flops() -> None:
     assert not any(map(torch.equal, inputs[0], other.random_shard(0, CPU)))
     assert [x.shape[1] for x in inputs[0]] == [6] * 4 and not any(map(torch.equal, inputs[0], inputs[1]))
     assert all(map(torch.equal, inputs[1], inputs[2]))
+    assert replace(config, dtype="bfloat16").random_shard(0, CPU)[0].dtype == torch.bfloat16
+    assert config.title == "causal, zigzag, 12 tokens over 2 ranks, B1 H4/2 D6 float32"
     assert config.flops == 2 * (12 * 13 // 2) * (6 + 3) * 4 and config.flash_flops == 2 * (12 * 12 // 2) * (6 + 3) * 4
     assert forward_flops(7, heads=3, head_dim=4, batch=2) == 2 * 7 * (4 + 4) * 3 * 2 and BACKWARD_FLOPS == 2.5
 
@@ -123,6 +128,9 @@ def test_inputs_and_their_flops() -> None:
      {"causal": True, "window_size": (7, 0), "seqused_k": (9, 64)}),
     ({"causal": False, "block_mask": PatternFlag("longformer", {"window": 8, "global": 5})},
      "window (4, 4), 5 global tokens", {"causal": False, "window_size": (4, 4), "global_tokens": ((0, 5),)}),
+    ({"causal": False, "block_mask": PatternFlag("longformer", {"window": 8, "global": 0})},
+     "window (4, 4)", {"causal": False, "window_size": (4, 4)}),
+    ({"causal": False, "intervals": HALVES}, "1 interval", {"causal": False, "intervals": repr(HALVES)}),
     ({"block_mask": PatternFlag("strided", {"block": 16, "stride": 32})}, "causal, 56.2% of blocks of 16",
      {"causal": True, "block_mask": {"block": 16, "blocks": (4, 4), "seen": 9}}),
 ])  # fmt: skip

@@ -25,13 +25,7 @@ from ringattn.bench.common.memory import PeakMemory, return_freed_memory
 from ringattn.bench.common.memory_table import trained_bytes
 from ringattn.bench.common.result import Result, read_result
 from ringattn.bench.demo import command, compare
-from ringattn.bench.demo.compare import (
-    TrainingRecorder,
-    TrainingRun,
-    agreement_result,
-    comparison_row,
-    prepare_whole,
-)
+from ringattn.bench.demo.compare import TrainingRecorder, TrainingRun, agreement_result, comparison_row, prepare_whole
 from ringattn.examples import train
 from ringattn.examples.model import rotate, rotation
 from ringattn.examples.train import Job, JobError, RankSetup, Run, Training, read_text, train_virtual_ranks
@@ -94,11 +88,12 @@ BROKEN: dict[str, tuple[Attention, str]] = {
 
 
 @pytest.mark.parametrize("name", rest_nightly(BROKEN, "gradient"))
-def test_exit_code_of_a_broken_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code_of_a_broken_ring(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     attention, message = BROKEN[name]
     monkeypatch.setattr(train, "ring_attention", attention)
-    code, output = invoke(*FLAGS, "--world", "1")
+    code, output = invoke(*FLAGS, "--world", "1", "--plot", str(tmp_path / "loss.png"))
     assert code == 1 and message in output.partition("DISAGREE")[2], output
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,15 +293,20 @@ def test_a_comparison_fails_on_nan() -> None:
 
 
 def test_a_difference_in_a_late_step_fails() -> None:
-    def run(*gradients: float) -> TrainingRun:
+    def run(name: str, *gradients: float) -> TrainingRun:
         steps = {step: {"w": torch.tensor([value])} for step, value in zip((0, 2), gradients, strict=True)}
         same = dict.fromkeys(range(3), 1.0)
-        return TrainingRun(Run({**same}, [1.0]), steps, [1], logits=same)
+        return TrainingRun(Run({**same}, [1.0]), steps, [1], name, logits=same)
 
-    exact, whole, ring = run(1.0, 1.0), run(1.001, 1.001), run(1.001, 1.01)
+    exact, whole, ring = run("exact", 1.0, 1.0), run("whole", 1.001, 1.001), run("ring", 1.001, 1.01)
     exact.run.losses.pop(1)
     result = agreement_result(TINY, ring, whole, exact)
-    assert [line[:11] for line in result.failed] == ["w at step 3"]
+    assert result.failed == ["w at step 3: error 1.0e-02, allowed 2.0e-03"]
+    assert result.notes[0].endswith("1 layers, 4 heads (2 key/value heads) of dim 8, float32, zigzag")
+    assert [note.split()[-1] for note in result.notes[1:3]] == ["(ring)", "(whole)"]
+    assert result.provenance["job"]["lr"] == 1e-2
+    agreeing = agreement_result(TINY, whole, whole, exact)  # 0.001 of twice 0.001, and of rounding
+    assert not agreeing.failed and agreeing.notes[-1].endswith("the largest error is 50% of its limit")
     losses = [row for row in result.rows if row["name"] == "loss"]
     assert [row["pytorch error"] for row in losses] == [0.0, None, 0.0]
     # rounding of the log-sum-exp of 256 logits, of which the largest is 1

@@ -186,6 +186,9 @@ def test_a_link_created_during_the_work_is_kept(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match=r"cannot write .*a\.json: "):
         write_json(target, {})
     assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(typer.BadParameter, match=r"cannot write .*file/a\.json: File exists\."):
+        write_json(tmp_path / "file" / "a.json", {})
 
 
 def test_written_files_read_back(tmp_path: Path) -> None:

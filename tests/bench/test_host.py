@@ -44,6 +44,7 @@ def test_host_time_on_a_cpu_is_a_lower_bound(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = read_result(target)
     assert [row["phase"] for row in report.rows] == [*PHASES] and report.notes[-1] == command.LOWER_BOUND
+    assert report.notes[1] == "2 chunks; per hop of one rank, median of 20 passes, timed by clock"
     assert all(0 < row["host"] < 1e5 and "compute" not in row for row in report.rows)
     assert before == (torch.cuda.Event, torch.cuda.Stream, torch.cat)
 
@@ -136,6 +137,13 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_python_calls_of_a_hop() -> None:
     # `count_python_calls` counts functions of this package and of the standard library. The count is deterministic.
+
+    def outer() -> None:
+        for _ in range(5):
+            problem(1, 2, 3)  # calls the constructor of a dataclass
+        hop_posting.ignore_call(torch.ones(1).is_same_size(torch.nn.functional.pad(torch.ones(1), (1, 1))))
+
+    assert hop_posting.count_python_calls(outer) == 1 + 2 * 5
     with hop_posting.ring_of_one(CPU) as ring:
         shard = hop_posting.rank_passes(problem(256, 4, 64), ring, CPU)
         count = hop_posting.count_python_calls

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +26,11 @@ from ringattn.bench.common.result import Result, read_result
 from ringattn.bench.common.timing import Samples, StepTimer
 from ringattn.bench.kernels import accuracy, background_copy, speed
 from ringattn.bench.kernels import contenders as contender
-from ringattn.bench.kernels.contenders import (
-    FORWARD,
-    OURS,
-    STATE,
-    Contender,
-    ContenderInputs,
-    PreparedContender,
-)
-from ringattn.kernels import FULL, Bounds
+from ringattn.bench.kernels.contenders import FORWARD, OURS, STATE, Contender, ContenderInputs, PreparedContender
+from ringattn.comm.cuda_threads import HIGH_PRIORITY
+from ringattn.kernels import FULL, Bounds, KernelConfig, Tile
 from ringattn.reference.masks import add_head_dim
+from ringattn.ring import slices
 
 from ..support.cuda.device import FakeCuda
 
@@ -74,6 +70,8 @@ MASKS = [
     config(batch=2, seqused_k=(50, 9), block_mask=STRIDED),
     config(batch=2, block_mask=longformer(8, 3), seqused_k=(64, 2)),
     config(causal=False, batch=2, block_mask=longformer(6, 40), cu_seqlens=(0, 20, 64)),
+    config(islands=((4, 20), (30, 41))),
+    config(causal=False, intervals=slices([((0, 20), (0, 9), 0), ((20, 64), (5, 64), 1)], 64)),
 ]
 
 
@@ -114,7 +112,8 @@ def test_every_mask_is_counted_computed_and_named(case: AttentionConfig) -> None
         step()
     assert torch.equal(ready.results[0], before)  # no step overwrites the judged results
     expected = contender.sdpa_contender(contender.CPU_SDPA["math"], inputs)
-    assert largest_error(inputs, expected.results) < 1e-4
+    out: Any = expected.steps[FORWARD]()
+    assert largest_error(inputs, expected.results) < 1e-4 and not out.requires_grad
     if not case.is_plain:
         with pytest.raises(UnavailableError, match="full and causal"):
             contender.sdpa_contender(contender.CPU_SDPA["ATen operator"], inputs)
@@ -148,20 +147,44 @@ def test_kernels_of_a_backward_are_timed_one_by_one_under_a_single_mask(
         contender.triton_contender(default, inputs)
 
 
-def test_a_carried_state_is_a_copy() -> None:
+def test_a_carried_state_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     # The kernels continue it in place, and the backward reads lse.
-    ready = contender.local_kernel_contender("triton", random_inputs(config(16, 1, 1)))
+    inputs = random_inputs(config(16, 1, 1))
+    ready = contender.local_kernel_contender("triton", inputs)
     before: Any = ready.steps["backward"]()
     before = [x.clone() for x in before]
+    opened, folded = Mock(wraps=vars(contender)["forward_backends"]), Mock(wraps=contender._fold)
+    monkeypatch.setattr(contender, "forward_backends", opened)
+    monkeypatch.setattr(contender, "_fold", folded)
     ready.steps[STATE]()
+    assert opened.call_args.kwargs["start"] and not folded.call_args.kwargs["final"]  # as in the middle of a ring
     after: Any = ready.steps["backward"]()
     assert all(map(torch.equal, before, after))
+    parts = contender._parts_of_backward(inputs, inputs.bounds[0], None)
+    kernels: Any = parts["dq"](), *parts["dkdv"]()  # type: ignore[misc]
+    assert all(map(torch.equal, before, kernels))
+    assert contender.local_kernel_contender("aten", random_inputs(config(1, 1, 1))).carried_out is None
+
+
+def test_options_keep_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = KernelConfig(Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3))
+    asked: Any = []
+    monkeypatch.setattr(contender, "default_config", lambda q, v, full: asked.append(full) or tuned)
+    q: Any = None
+    variants = {one.name: one.config(q, q, full=one.name == OURS + " hopper") for one in contender.VARIANTS}
+    assert variants.pop(OURS) is None and asked == [True] + [False] * (len(variants) - 1)
+    for name, made in variants.items():
+        assert made is not None and (made.dq, made.dkdv) == (tuned.dq, tuned.dkdv)
+        assert made.forward == (None if name == f"{OURS} hopper" else tuned.forward)  # it takes few tiles
 
 
 def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = random_inputs(config(32, window=(4, 0)))
     with pytest.raises(UnavailableError, match="only for a GPU"):
         contender.flex_contender(inputs)
+    with pytest.raises(UnavailableError, match="'flash'"):
+        contender.backend_contender("flash", inputs)
+    assert largest_error(inputs, contender.backend_contender("aten", inputs).results) < 1e-4
     monkeypatch.setattr(contender, "free_memory", lambda device: 1000)
     with pytest.raises(UnavailableError, match=r"more than 40% of the free \S+ GB"):
         contender.sdpa_contender(contender.CPU_SDPA["math"], inputs)
@@ -169,6 +192,10 @@ def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) 
     contender._check_square(inputs, 2, "scores")
     with pytest.raises(UnavailableError, match="its scores would take"):
         contender._check_square(random_inputs(config(32, batch=2)), 2, "scores")
+    # Four fp32 score tensors of four heads.
+    monkeypatch.setattr(contender, "free_memory", lambda device: (4 * 4 * 4 * 32**2 - 1) / contender.DENSE_SHARE)
+    with pytest.raises(UnavailableError, match="its scores would take"):
+        contender.sdpa_contender(contender.CPU_SDPA["math"], random_inputs(config(32)))
 
 
 @pytest.mark.parametrize("case", [MASKS[0], MASKS[1], MASKS[4], config(heads=2)], ids=named)
@@ -207,6 +234,8 @@ def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None
     rows = speed.measure_kernels(config(32, 1, 1, head_dim_v=16), StepTimer(CPU), seconds=0.0)
     assert rows.failed == [] and all(row.keys() <= speed.UNITS.keys() for row in rows.rows)
     by = {(row["by"], row["pass"]): row for row in rows.rows}
+    order = [what for row in rows.rows if (what := row["pass"])]
+    assert order == sorted(order, key=[*contender.PASSES, *contender.PARTS].index)
     assert {what for who, what in by if who == OURS} == {*contender.PASSES, *contender.PARTS}
     assert {what for who, what in by if who == "flash"} == {"forward", "backward"}
     assert all(0 < by[OURS, what]["error/allowed"] <= 1 and by[OURS, what]["error"] > 0 for what in contender.PASSES)
@@ -226,8 +255,9 @@ def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
 
 
 def test_rates_count_only_visible_pairs() -> None:
-    full = config(4096, 16, 16, head_dim=64, causal=False)
-    row = speed._row("backward:x", Samples((2.5e-3,)), full, 100.0)
+    full = config(4096, 16, 8, head_dim=64, causal=False)
+    row = speed._row("backward:x", Samples((2e-3, 2.5e-3, 3e-3)), full, 100.0)
+    assert row["spread"] == pytest.approx(0.1) and row["heads"] == "16/8"
     rate = 4 * 4096**2 * 64 * 16 / 1e-3 / 1e12
     assert row["rate"] == row["rate by S²/2"] == pytest.approx(rate) and row["of product"] == pytest.approx(rate)
     assert speed._row("forward:x", Samples((1e-3,)), full, 100.0)["rate"] == pytest.approx(rate)
@@ -339,10 +369,13 @@ def test_rates_of_one_shape_are_those_of_the_bench(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("quick")
 def test_percentages_refer_to_the_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"forward:math": 4e-3, "backward:math": 8e-3, speed.PRODUCT: 2e-3}
+    seconds, budgets = {"forward:math": 4e-3, "backward:math": 8e-3, speed.PRODUCT: 2e-3}, list[Any]()
+    monkeypatch.setattr(StepTimer, "__call__", lambda *_: 0.5)
+    monkeypatch.setattr(speed, "repeats_within", lambda *given: budgets.append(given))
     monkeypatch.setattr(speed, "time_in_turns", lambda steps, *_, **named: {n: Samples((seconds[n],)) for n in steps})
     shape = config(40, 1, 1)
-    result = speed.measure_kernels(shape, StepTimer(CPU), seconds=0, prefixes=["math"])
+    result = speed.measure_kernels(shape, StepTimer(CPU), seconds=7.0, prefixes=["math"])
+    assert budgets == [(7.0, 3 * 0.5)]
     product = 2 * 16**3 / 2e-3
     forward, backward = result.rows
     assert (forward["time"], backward["time"]) == pytest.approx((4, 8))
@@ -389,7 +422,7 @@ def test_only_the_last_part_of_the_last_shard_is_final() -> None:
 def test_a_broken_device_is_not_an_unavailable_contender(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     fails: Any = Mock(side_effect=error, __name__="fails")
     monkeypatch.setattr(attention, "ring_attention", fails)
-    given = random_inputs(config(32, 1, 1))
+    given = random_inputs(config(32, 1, 1, causal=False))
     for attempt in (
         lambda: attention.check_backend("auto", given.config, CPU),
         lambda: contender._autograd_contender(fails, given),
@@ -398,6 +431,7 @@ def test_a_broken_device_is_not_an_unavailable_contender(error: Exception, monke
         broken = isinstance(error, torch.AcceleratorError)
         with pytest.raises(torch.AcceleratorError if broken else UnavailableError, match=str(error)):
             attempt()
+    assert fails.call_args_list[0].kwargs["causal"] is False  # of the probe
 
 
 @pytest.mark.parametrize("wrong", [0, 3])
@@ -405,27 +439,32 @@ def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest
     lasts: Any = []
     seconds = {one.name: number for number, one in enumerate(speed.BESIDE_VARIANTS[-2:], 1)}
     variants = [SimpleNamespace(name=name, config=lambda *_, name=name, **how: name) for name in seconds]
-    copy = SimpleNamespace(run_alongside=lambda step, stream: step, count_wrong=lambda: wrong)
+    variants.append(SimpleNamespace(name="x", config=Mock(side_effect=TypeError("no kernel"))))
+    copy = SimpleNamespace(run_alongside=lambda step, stream: partial(step, stream=stream), count_wrong=lambda: wrong)
     stand_ins = {
-        "BESIDE_VARIANTS": variants, "attention_forward": lambda *_, config: None, "BackgroundCopy": lambda *_: copy,
-        "new_stream": lambda *_: None,
+        "BESIDE_VARIANTS": variants, "attention_forward": lambda *_, **named: None, "BackgroundCopy": lambda *_: copy,
+        "new_stream": lambda device, priority: priority,
         "copy_bytes_for": lambda device, seconds, nbytes: lasts.append(seconds) or nbytes,
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(speed, name, stand_in)
-    monkeypatch.setattr(StepTimer, "__call__", lambda clock, step: float(seconds[step.keywords["config"]]))
-    *rates, copied = speed._beside_a_transfer(StepTimer(CPU), SIZES, 0.0)
+
+    def timed(clock: StepTimer, step: Any) -> float:
+        return float(seconds[step.keywords["config"]]) * (2 if step.keywords.get("stream") == HIGH_PRIORITY else 1)
+
+    monkeypatch.setattr(StepTimer, "__call__", timed)
+    absent, *rates, copied = speed._beside_a_transfer(StepTimer(CPU), SIZES._replace(heads=3), 0.0)
     assert lasts == [speed.COPY_LASTS * 2.0] and copied.fails == (wrong > 0)
+    assert (absent.name, absent.labels, absent.note) == ("not available", {"by": "x"}, "no kernel")
     parts = [(number.name, number.labels["by"]) for number in rates]
     assert parts == [(what, name) for name in seconds for what in (speed.ALONE, FORWARD)]
+    flops = 4 * 32**2 * 16 * 3
+    assert [number.value for number in rates] == pytest.approx([flops / n / 1e12 for n in (1, 2, 2, 4)])
 
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "dims"),
-    [
-        pytest.param("triton", "float32", (16, 24), marks=pytest.mark.nightly),
-        ("aten", "bfloat16", (24, 24)),
-    ],
+    [pytest.param("triton", "float32", (16, 24), marks=pytest.mark.nightly), ("aten", "bfloat16", (24, 24))],
 )
 def test_accuracy_cases_pass(backend: str, dtype: str, dims: tuple[int, int]) -> None:
     rows = list(accuracy.accuracy_case(CPU, backend=backend, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **TINY))
@@ -453,8 +492,9 @@ def test_a_second_run_must_repeat_the_first(
     monkeypatch.setattr(accuracy, "ring_results", run)
     sizes: dict[str, Any] = {"dtype": "float32", "head_dim": 16, "causal_worlds": (2,), **TINY}
     rows = list(accuracy.accuracy_case(CPU, backend=backend, **sizes))
-    assert [number.value for number in rows if number.name == "changed in a second run"] == [count] * 2
-    assert [number.fails for number in rows if number.name == "changed in a second run"] == [count > 0] * 2
+    changed = [number for number in rows if number.name == "changed in a second run"]
+    assert [(number.value, number.labels["mask"]) for number in changed] == [(count, "causal"), (count, "full")]
+    assert [number.fails for number in changed] == [count > 0] * 2
     kind = "aten" if backend == "aten" else "triton"
     expected = [(2, True, kind), (1, False, kind)]
     assert asked == [(*one, None if kind == "aten" else backend) for one in expected for _ in range(2)]

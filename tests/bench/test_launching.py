@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -47,6 +47,9 @@ CPU = torch.device("cpu")
     ({"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, LaunchedRank(4, 8, 0, 4)),
     ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, LaunchedRank(0, 1, 0, 1)),
     ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, LaunchedRank(1, 2, 1, 2)),
+    ({"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+      "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, LaunchedRank(5, 8, 1, 4)),
+    ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}, LaunchedRank(5, 8, 1, 4)),
     ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
      LaunchedRank(5, 8, 1, 4)),
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script without srun
@@ -126,6 +129,8 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
         with process_group.process_group(place, CPU):
             used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
             opened = Counter(listening()) - Counter(before)
+            store: Any = process_group._store(place)
+            assert store.timeout == process_group.TIMEOUT
         assert not dist.is_initialized()
     process_group._store.cache_clear()
     assert opened and {*opened} == {"0100007F"}
@@ -133,21 +138,26 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
     assert len({*prefixes}) == 2  # a group reads no keys of an earlier one
 
 
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:1", "cpu:gloo,cuda:nccl")])
+@pytest.mark.parametrize(
+    ("device", "backend", "here"), [("cpu", "gloo", 4), ("cpu", "gloo", 2), ("cuda:1", "cpu:gloo,cuda:nccl", 2)]
+)
 def test_a_group_on_a_gpu_has_two_backends(
-    device: str, backend: str, alone: None, monkeypatch: pytest.MonkeyPatch
+    device: str, backend: str, here: int, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
     monkeypatch.setattr(process_group, "_store", lambda place: HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((*given, named)))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
-    place = LaunchedRank(3, 4, 1, 2)  # of two machines, whose interfaces PyTorch chooses
+    place = LaunchedRank(3, 4, 1, here)
     monkeypatch.setenv("MASTER_ADDR", "head")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun may name the machine
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "eth1")  # so that monkeypatch restores the variable
+        monkeypatch.delenv(name)
     with pytest.raises(ValueError, match="within"), process_group.process_group(place, torch.device(device)):
-        assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & {*os.environ}
+        # PyTorch chooses the interfaces between two machines.
+        assert ({"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= {*os.environ}) == (here == 4)
         raise ValueError("within")
     assert device == "cpu" or calls.pop(0) == device
     (given, named), ended = calls
@@ -422,6 +432,23 @@ def test_world_must_match_the_launcher(bench: str, alone: None, monkeypatch: pyt
     done = CliRunner().invoke(cli.app, [*flags, "--world", "2"])
     assert done.exit_code == 2 and ran == [3], done.output
     assert "--world is 2: the launcher started 3 ranks; leave it out" in done.output
+
+
+def test_a_rank_returns_its_result_and_an_error_ends_the_command(
+    alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails: Any = Mock(side_effect=ChildProcessError("rank 1: exit code 7"))
+    monkeypatch.setattr(launching, "launch_processes", fails)
+    with pytest.raises(typer.Exit) as ended:
+        run_process_group(2, leave, "how")
+    assert ended.value.exit_code == 1 and capsys.readouterr() == ("", "a rank failed: rank 1: exit code 7\n")
+    fails.assert_called_once_with(2, launching._in_group, "cpu", leave, ("how",))
+    for name, value in zip(LAUNCHERS[0], ("3", "8", "1", "2"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process_group, "process_group", lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result: Any = run_process_group(8, lambda *given: given, "how", device="cuda")
+    assert result == (LaunchedRank(3, 8, 1, 2), torch.device("cuda", 1), "how")
 
 
 @pytest.mark.parametrize(("codes", "message"), [

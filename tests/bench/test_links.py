@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common import flags, memory, provenance
-from ringattn.bench.common.ranks import LaunchedRank
+from ringattn.bench.common.ranks import LAUNCHERS, LaunchedRank
 from ringattn.bench.common.result import Result, Row
 from ringattn.bench.links import command as links
 from ringattn.bench.links import measure
@@ -72,19 +72,22 @@ class Spoiling(LocalTransport):
 
 
 def test_a_lost_byte_is_counted_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = LinksConfig(("local",), sizes=(5, 1000), iters=2, warmup=0, checks=3)
-    monkeypatch.setattr(Spoiling, "warm_up", lambda transport, edges: None)
+    config = LinksConfig(("local",), sizes=(5, 1000), iters=2, warmup=0, checks=3, beside="matmul")
+    warmed: list[Any] = []
+    monkeypatch.setattr(Spoiling, "warm_up", lambda transport, edges: warmed.append(edges))
 
     def run(group: LocalGroup) -> list[Row]:
-        return transport_rows(Spoiling(group, CPU), Limits(), config, CPU)
+        return transport_rows(Spoiling(group, CPU), Limits(channels=2, ctas=4), config, CPU)
 
     with LocalWorld(3, device="cpu") as world:
         rows_per_rank = world.run(run)
     assert all(rows == rows_per_rank[0] for rows in rows_per_rank)
+    assert warmed == [[(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]] * 3
     columns = [(row["way"], row["edge"], row["size"]) for row in rows_per_rank[0]]
     assert columns == [(way.name, way.edge, nbytes) for way in transfer_patterns(3) for nbytes in config.sizes]
     for row in rows_per_rank[0]:
-        assert row["time"] > 0 and set(row) < set(measure.UNITS)
+        assert row["time"] > 0 and set(row) < set(measure.UNITS) and (row["channels"], row["ctas"]) == (2, 4)
+        assert ("compute note" in row) == (row["size"] == 1000)  # the largest size also runs beside compute
         assert row["algbw"] == row["busbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
     wrong = {row["edge"]: row["#wrong"] for row in rows_per_rank[0] if row["size"] == 1000}
     assert wrong == {"0->1": 3, "1->2": 0, "2->0": 0, "0<->1": 3, "1<->2": 3, "0<->2": 0, "all": 3}
@@ -165,12 +168,17 @@ def test_only_nccl_is_swept() -> None:
 
 
 @pytest.mark.parametrize("must_open", [False, True])
-def test_transport_that_does_not_open_is_named_once(must_open: bool) -> None:
+def test_transport_that_does_not_open_is_named_once(must_open: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     config = LinksConfig(("nccl", "local"), sizes=(8,), iters=1, channels=(None, 1, 2), must_open=must_open)
     rows = measure.measure_group(single_rank(), config, CPU)
     (why,) = rows.failed if must_open else rows.notes
     assert why.startswith("nccl cannot be opened: ") and "cpu" in why
-    assert {row["transport"] for row in rows.rows} == {"local"}
+    assert {row["transport"] for row in rows.rows} == {"local"} and threads == [1]
+    rows = measure.measure_group(single_rank(), replace(config, channels=(4, None, 2)), CPU)
+    limited, unlimited = rows.failed if must_open else rows.notes  # the transport may open without limits
+    assert limited.startswith("nccl, 4 channels cannot be opened: ") and unlimited == why
 
 
 class Slow:
@@ -182,6 +190,7 @@ class Slow:
         self.now = 0.0
         self._seconds = seconds
         self._ends = 0.0
+        self.posted: list[int] = []
 
     def compute(self) -> None:
         self.now += 0.02 if self._ends <= self.now else 0.03
@@ -190,9 +199,10 @@ class Slow:
         return DONE
 
     def gather(self, value: object) -> list[object]:
-        return [value]
+        return [value, (1.0, 0.5)] if isinstance(value, tuple) else [value]  # slowdowns, here less on another rank
 
-    def post(self, *, sends: object, receives: object, after: object = ()) -> Fence:
+    def post(self, *, sends: Any, receives: object, after: object = ()) -> Fence:
+        self.posted.append(sends[0].tensor.nbytes)
         ends = self._ends = max(self._ends, self.now) + self._seconds
 
         def wait() -> None:
@@ -205,10 +215,12 @@ def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) 
     transport = Slow(0.1)
     monkeypatch.setattr(measure, "compute_step", lambda kind, device: transport.compute)
     monkeypatch.setattr(time, "perf_counter", lambda: transport.now)
-    config = LinksConfig((), sizes=(8,), beside="matmul")
+    config = LinksConfig((), sizes=(4, 8), beside="matmul")
     columns = measure.compute_columns(transport, transfer_patterns(1)[0], config, CPU)  # type: ignore[arg-type]
     assert columns["compute alone"] == pytest.approx(20)
     assert columns["compute slowed"] == pytest.approx(1.5) and columns["transfer slowed"] == pytest.approx(1, rel=0.1)
+    # One to warm up, four to probe, and twice as many as last for 16 steps of 20 ms.
+    assert transport.posted == [8] * (1 + 4 + 2 * 4)
 
 
 def test_on_a_gpu_steps_count_that_ended_before_the_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,8 +347,12 @@ def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
     ("text", "device", "name"),
     [("", "cuda", FORWARD), ("", "cpu", MATMUL), ("forward", "cuda", FORWARD), ("none", "cpu", "none")],
 )
-def test_compute_beside_a_transfer(text: str, device: str, name: str) -> None:
+def test_compute_beside_a_transfer(text: str, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert links.parse_beside(text, device) == name
+    monkeypatch.setattr(measure, "attention_forward", lambda *qkv: [(*x.shape, x.dtype) for x in qkv])
+    product: Any = measure.compute_step(MATMUL, CPU)()
+    assert product.shape == (384, 384) and product.dtype == torch.float32
+    assert measure.compute_step(FORWARD, CPU)() == [(1, 2048, 16, 128, torch.bfloat16)] * 3
 
 
 @pytest.mark.parametrize("transport", ["all", "nccl"])
@@ -357,11 +373,14 @@ def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytes
         "measure_everywhere",
         lambda ranks, config: configs.extend((ranks, config)) or Result("bench links", {}),
     )
+    launched = transport == "nccl"  # on two machines
+    for name, value in zip(LAUNCHERS[0], "2402", strict=True):
+        monkeypatch.setenv(name, value) if launched else None
     words = f"--transport {transport} --channels 4,auto --ctas 8 -n 7 -w 3 -c 2"
     ran = CliRunner().invoke(cli.app, ["bench", "links", *words.split()])
     assert ran.exit_code == 0, ran.output
     fits, ranks, config = configs
-    assert fits == (4, False) and ranks == 4
+    assert fits == ((2, True) if launched else (4, False)) and ranks == 4
     assert (config.channels, config.ctas, config.must_open) == ((4, None), (8,), transport != "all")
     assert (config.iters, config.warmup, config.checks, config.beside) == (7, 3, 2, FORWARD)
     assert (config.device, config.timer) == ("cuda", "events") and results[0].provenance == {"gpu": "cuda"}

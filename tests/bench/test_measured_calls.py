@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ringattn import Layout
 from ringattn.bench import cli
-from ringattn.bench.common import flags, launching, memory
+from ringattn.bench.common import flags, launching, memory, memory_table
 from ringattn.bench.common.attention import AttentionConfig, random_boundaries
 from ringattn.bench.common.flags import PatternFlag
 from ringattn.bench.common.memory_table import RingForm
@@ -29,6 +29,7 @@ from ringattn.bench.predict.links import PRESETS
 from ringattn.bench.predict.predicted_call import PredictedCall
 from ringattn.bench.predict.speed import Perturbation
 from ringattn.bench.ring.measure import RingConfig
+from ringattn.comm import Topology
 from ringattn.examples.train import Job
 from ringattn.ring import Mask
 from ringattn.ring.schedule.layout import Documents
@@ -46,7 +47,7 @@ PACKED = AttentionConfig(96, layout="packed", cu_seqlens=DRAWN, **ON_2)
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)  # unusable ones make no ranks
 
 
 def invoke(words: str) -> Any:
@@ -54,6 +55,7 @@ def invoke(words: str) -> Any:
 
 
 DEFAULT = AttentionConfig(16384, 2, threads=8)
+ON_GPUS = replace(DEFAULT, seqlen=8192, world=4, threads=4, device="cuda", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(("words", "world", "expected"), [
@@ -74,7 +76,7 @@ DEFAULT = AttentionConfig(16384, 2, threads=8)
      2, (RingConfig((PACKED,), ("packed", "per-document"), timer="clock"),)),
     (f"bench ring --seqlen 96 {SHAPE} --cu-seqlens 0,7,96 --layout per-document --seed 9", 2,
      (RingConfig((replace(PACKED, layout="per-document", cu_seqlens=(0, 7, 96)),), ("per-document",), timer="clock"),)),
-    (f"bench overlap --world 2 --tokens 48 {SHAPE} --dtype bf16 --full --layout striped --slots 2,3 --prefetch 1,2 "
+    (f"bench overlap --tokens 48 {SHAPE} --dtype bf16 --full --layout striped --slots 2,3 --prefetch 1,2 "
      "--chunks 2,1 --link-share 0.5 --transport process_group --repeats 4 --seed 9",
      2, (OverlapConfig(STRIPED, ((2, 1, 2), (3, 1, 2), (3, 2, 2), (2, 1, 1), (3, 1, 1), (3, 2, 1)), 4, 0.5, "clock"),)),
     (f"bench timeline --world 2 --seqlen 96 {SHAPE} --dtype bf16 --full --layout striped --repeats 4 --seed 9",
@@ -90,8 +92,18 @@ DEFAULT = AttentionConfig(16384, 2, threads=8)
      "--layers 1 --dtype bf16 --lr 0.5 --seed 9 --block 7",
      4, (Job(seqlen=96, batch=2, steps=3, layers=1, heads=6, kv_heads=3, head_dim=24, layout="striped", data=2,
              block=7, dtype="bfloat16", lr=0.5, seed=9),)),
+    # On four GPUs all lengths share processes, the link is not slowed, and there is a rank per GPU.
+    ("bench ring --world 4 --seqlen 2k,1k --device cuda",
+     4, (RingConfig(tuple(replace(ON_GPUS, seqlen=n) for n in (1024, 2048)), ("zigzag",), timer="events"),)),
+    ("bench overlap --slots 2 --prefetch 1 --chunks 1 --transport nccl --device cuda",
+     4, (OverlapConfig(replace(ON_GPUS, transport="nccl"), ((2, 1, 1),), 5, None, "events"),)),
+    ("bench overlap --slots 2 --prefetch 1 --chunks 1 --timer clock --device cuda",
+     4, (OverlapConfig(ON_GPUS, ((2, 1, 1),), 5, None, "clock"),)),
 ])  # fmt: skip
 def test_flags_reach_the_ranks(words: str, world: int, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind := words.partition("--device ")[2]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     started: list[Any] = []
 
     def launch(world: int, entry: object, kind: str, measure: object, arguments: tuple[Any, ...]) -> None:
@@ -103,7 +115,7 @@ def test_flags_reach_the_ranks(words: str, world: int, expected: Any, monkeypatc
     monkeypatch.setattr(memory, "free_memory", lambda device: 1 << 40)
     ran = invoke(words)
     assert ran.exit_code == 3, ran.output
-    assert started == [(world, "cpu", expected)]
+    assert started == [(world, kind or "cpu", expected)]
 
 
 SHAPES = AttentionConfig(96, 1, 2, 6, 2, layout="contiguous", seed=9, head_dim_v=40)
@@ -126,6 +138,8 @@ def test_flags_reach_the_kernels(words: str, masks: dict[str, Any] | None, monke
 
     monkeypatch.setattr(speed, "measure_kernels", measure)
     monkeypatch.setattr(contenders, "other_backends", lambda device: [])  # other tests register some
+    counts: Any = []
+    monkeypatch.setattr(memory_table, "kernels_bytes", lambda config, n, *given: counts.append(given) or n)
     if masks is None:
         one = AttentionConfig(1024, heads=4, kv_heads=4, layout="contiguous")
         problems = [replace(one, head_dim=dim, head_dim_v=dim, seqlen=n) for dim in (64, 128) for n in (1024, 2048)]
@@ -138,7 +152,7 @@ def test_flags_reach_the_kernels(words: str, masks: dict[str, Any] | None, monke
         expected = [(config, "clock", 0.5, ["math", "ringattn"]) for config in problems]
     ran = invoke(f"bench kernels {words}")
     assert ran.exit_code == 0, ran.output
-    assert configs == expected
+    assert configs == expected and {*counts} == {(1, len(expected[0][-1]) - 1, 1024)}  # ours, and the others
 
 
 @pytest.mark.parametrize(("words", "chunks", "tokens", "shape"), [
@@ -154,17 +168,21 @@ def test_flags_reach_the_hops(
         made.append((problem, ring, device))
         raise typer.Exit(3)
 
+    needs: Any = []
+    monkeypatch.setattr(memory, "check_size_fits", lambda *given, **_: needs.append((given[:2], given[2](tokens))))
     monkeypatch.setattr(hop_posting, "ring_of_one", lambda device, chunks: nullcontext((device, chunks)))
     monkeypatch.setattr(hop_posting, "rank_passes", passes)
     ran = invoke(f"bench host {words}")
     assert ran.exit_code == 3, ran.output
     cpu, problem = torch.device("cpu"), AttentionConfig(8 * tokens, 8, causal=False, layout="contiguous", **shape)
     assert made == [(problem, (cpu, chunks), cpu)]
+    one_rank = memory.PROCESS_BYTES + memory_table.candidate_bytes(memory_table.OURS, problem)
+    assert needs == [(("--tokens", tokens), memory.MemoryNeeds(one_rank))]
 
 
 CALL = PredictedCall(96, 4, "striped", Mask(), 6, 2, 24, 3, "float16", 2, slots=4, chunks=2,
                      wire_dtype="bfloat16", grad_wire_dtype="float32")  # fmt: skip
-NODES = "--world 4 --nodes 2"
+NODES, ENDS = "--world 4 --nodes 2", random_boundaries(384, 30, 2)
 
 
 @pytest.mark.parametrize(("words", "call"), [
@@ -174,6 +192,9 @@ NODES = "--world 4 --nodes 2"
         CALL, mask=Mask(True, (8, 0), prefix=5), chunks=1, slots=3, wire_dtype=None, grad_wire_dtype=None)),
     (f"--seqlen 384 --gpus 4 {SHAPE} --documents 100 --documents-seed 3",
      PredictedCall(96, 4, "zigzag", Mask(True, documents=Documents(random_boundaries(384, 100, 3))), **SIZES)),
+    (f"--seqlen 384 {NODES} {SHAPE} --documents 30 --documents-seed 2 --packed", PredictedCall(
+        96, 4, Layout.packed(ENDS, 4, masks=[(Mask(True), 1)], topology=Topology.grid(2, 2),
+                             heads_per_kv_head=3), Mask(True, documents=Documents(ENDS)), **SIZES, nodes=2)),
     ("", PredictedCall(8192, 8, heads=32, kv_heads=32)),
     ("--layout {folder}/own.json", PredictedCall(8, 2, Layout([[(0, 4), (12, 4)], [(4, 8)]]), heads=32, kv_heads=32)),
 ])  # fmt: skip

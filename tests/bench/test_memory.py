@@ -200,6 +200,17 @@ def test_a_gpu_adds_dq_of_the_whole_up_in_fp32() -> None:
     assert cpu == 8 * 1024 * 2 * (4 * 4 * 64 * (4 + 8) + 4 * 4)  # all tensors of q and k, and lse
 
 
+def test_memory_of_other_rings() -> None:
+    # In 16 bits with few key heads, the baseline's merges take more than its backward.
+    few = AttentionConfig(8 * 1024, 8, heads=32, kv_heads=2, dtype="bfloat16")
+    forward, both = (memory_table.candidate_bytes(memory_table.BASELINE, few, backward=one) for one in (False, True))
+    assert both == forward == 1024 * 64 * (32 * (2 * 2 + 3 * 4) + 2 * 6 * 2)
+    # fp8 K/V have one byte per element, and a scale per token and key head.
+    wire = AttentionConfig(8 * 1024, 8, heads=4, kv_heads=2, head_dim=64)
+    slots = memory_table.slot_parts(wire, RingForm(wire_dtype="float8_e4m3fn"), backward=False)["K/V slots"]
+    assert 4 * 2 * 1024 * 2 * 64 < slots < 1.1 * (4 * 2 * 1024 * 2 * 64)
+
+
 def test_memory_counts_all_rings_of_overlap_and_tune() -> None:
     # Two processes took 1,183.6 MB in fp32, 775.8 MB in bf16, and 1,309.1 MB more with 12k more tokens.
     slots = [slots for _ in (1, 2) for slots in (1, 2, 3) for ahead in (0, 1) if ahead < slots]
@@ -356,6 +367,9 @@ def test_memory_that_grows_fails(last: int, code: int, alone: None, monkeypatch:
     spread = max(last, 100) / min(last, 100) - 1
     assert result.exit_code == code and f"{spread:+.2%}" in result.output, result.output
     assert (f"varies by {spread:.1%}" in result.output) == bool(code)
+    monkeypatch.setattr(memory_bench, "run_process_group", lambda *args: rows[:1])  # of a rank outside the larger ring
+    outside = CliRunner().invoke(cli.app, ["bench", "memory", "--world", "2,4", "--tokens", "64"])
+    assert (outside.exit_code, outside.stdout) == (0, "")
     first, second, third = memory_bench.memory_rows([2, 4, 8], [*rows, rows[1]])
     assert first == {
         "world": 2, "peak": 100, "smallest peak": 99, "forward peak": 20, "inputs and results": 5, "peak / first": 1,

@@ -23,7 +23,7 @@ from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import run_process_group
 from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.bench.common.result import Result, Row, read_result
-from ringattn.bench.common.timing import RankTeam, Samples
+from ringattn.bench.common.timing import RankTeam, Samples, StepTimer
 from ringattn.bench.overlap import command, measure
 from ringattn.bench.overlap.measure import (
     BACKWARD,
@@ -55,11 +55,18 @@ def times(together: float, communication: float = 8.0) -> PhaseTimes:
 
 def test_rate_of_the_slowed_link(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = SimpleNamespace(run=print, nbytes=dict(zip(PHASES, (10, 30), strict=True)))
-    monkeypatch.setattr(measure, "Ring", lambda **_: nullcontext())
+    team = SimpleNamespace(slowest_seconds=float)
+    made: Any = []
+    timed: Any = []
+    monkeypatch.setattr(measure, "Ring", lambda **named: made.append(named) or nullcontext())
     monkeypatch.setattr(measure, "RankPasses", lambda *_: shard)
-    monkeypatch.setattr(measure, "time_in_turns", lambda steps, clock, repeats: dict.fromkeys(steps, Samples((2.0,))))
-    monkeypatch.setattr(measure, "RankTeam", lambda: SimpleNamespace(slowest_seconds=float))
-    assert measure.link_speed(OverlapConfig(SMALL, ((2, 1, 1),)), 0.5, CPU) == 40 / (0.5 * 4)
+    two_seconds = dict.fromkeys(PHASES, Samples((2.0,)))
+    monkeypatch.setattr(
+        measure, "time_in_turns", lambda steps, clock, **how: timed.append((clock.team, how)) or two_seconds
+    )
+    monkeypatch.setattr(measure, "RankTeam", lambda: team)
+    assert measure.link_speed(OverlapConfig(SMALL, ((2, 1, 4),)), 0.5, CPU) == 40 / (0.5 * 4)
+    assert made == [{"transport": "local", "chunks": 4}] and timed == [(team, {"repeats": measure.PROBES})]
 
 
 @pytest.mark.parametrize(("measured", "columns"), [
@@ -97,9 +104,9 @@ def test_timed_steps_equal_ring_attention_bitwise() -> None:
 
     def run(group: LocalGroup) -> tuple[list[Tensor], list[Tensor]]:
         torch.manual_seed(group.rank())
-        with Ring(group, chunks=2) as ring:
+        with Ring(group, chunks=4, slots=2) as ring:  # two groups of heads, and two runs of tokens
             shard = RankPasses(SMALL, ring, CPU, revise_plan=lambda own: revised.setdefault(group.rank(), replace(own)))
-            assert shard._plan is revised[group.rank()]
+            assert shard._plan is revised[group.rank()] and shard._plan.slots == 2
             leaves = [x.detach().requires_grad_() for x in (shard.q, shard.k, shard.v)]
             out = ring_attention(*leaves, layout=SMALL.token_layout, ring=ring, causal=True)
             assert isinstance(out, Tensor)
@@ -165,14 +172,19 @@ def test_only_the_first_rank_shows_progress(
 ) -> None:
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
     monkeypatch.setattr(RankTeam, "slowest_seconds", lambda team, seconds: seconds)
-    config = OverlapConfig(replace(SMALL, seqlen=24, world=1), ((3, 2, 1), (3, 0, 2)), repeats=1, link_share=None)
+    alone = replace(SMALL, seqlen=24, world=1, threads=3)
+    config = OverlapConfig(alone, ((2, 1, 1), (3, 2, 1), (3, 0, 2)), repeats=1, link_share=None)
     made: Any = []
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(measure, "Ring", lambda **named: made.append(named) or Ring(**named))
     result = measure.measure_overlap(LaunchedRank(rank, 2, rank, 2), CPU, config)
     assert ("timing: " in capfd.readouterr().err) is (rank == 0)
-    shared = {"transport": "local", "slots": 3, "limits": Limits()}
-    assert made == [shared | {"prefetch": 2, "chunks": 1}, shared | {"prefetch": 0, "chunks": 2}]
-    columns = [[row[name] for name in ("phase", "slots", "prefetch", "chunks")] for row in result.rows]
+    names = ("slots", "prefetch", "chunks")
+    shared = {"transport": "local", "limits": Limits()}
+    assert made == [shared | dict(zip(names, one, strict=True)) for one in config.settings] and threads == [3]
+    assert result.notes[-1].endswith("% with 1 chunk") and "±" not in result.notes[-1]  # one run has no spread
+    columns = [[row[name] for name in ("phase", *names)] for row in result.rows]
     assert columns == [[phase, *setting] for setting in config.settings for phase in (*PHASES, STEP)]
 
 
@@ -183,8 +195,9 @@ def test_every_time_is_in_the_row_of_its_ring(monkeypatch: pytest.MonkeyPatch) -
     def run(given: Any, phase: str, kind: str) -> None:
         timed.append((phase, kind))
 
-    def in_turns(steps: dict[str, Any], *_: object, repeats: int, progress: object) -> dict[str, Samples]:
+    def in_turns(steps: dict[str, Any], clock: StepTimer, *, repeats: int, progress: object) -> dict[str, Samples]:
         samples = dict[str, Any]()
+        assert isinstance(clock.team, RankTeam)  # the slowest rank counts
         for name, step in steps.items():
             step()
             phase, kind = timed[-1]

@@ -71,6 +71,9 @@ class Steady(Speed):
     def seconds(self, what: str, area: object, call: object, *, hop: int) -> float:
         return {FOLD: 1.0, DQ: 0.5, DKDV: 0.5}.get(what, 0.0)
 
+    def product_seconds(self, area: object, call: object, *, backward: bool = False) -> float:
+        return 1.0
+
 
 STEADY = Steady("steady", 1.0, 1.0, H100.memory, H100.multiprocessors, H100.capacity, beside=0.0, host=0.0)
 
@@ -157,9 +160,14 @@ def test_documents_over_more_ranks_than_a_perturbed_ring_may_have() -> None:
     assert seconds(few, LINKS, H100) == pytest.approx(seconds(many, LINKS, H100))
 
 
-def test_areas_of_a_block_mask_count_its_pairs() -> None:
+def test_areas_of_a_block_mask_count_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     call = PredictedCall(512, 2, "contiguous", Mask(blocks=bigbird(1024, 128, window=3, global_=1, random=1)))
-    for plan in call.plans():
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    plans = call.plans()
+    assert threads == [1, 7]  # restored
+    for plan in plans:
         for hop in plan.hops:
             pairs = visible_pairs(
                 call.mask, call.token_layout.positions(plan.rank), call.token_layout.positions(hop.shard)
@@ -316,6 +324,8 @@ def test_ideal_is_one_device_with_all_the_work() -> None:
     assert ideal_seconds(call, H100, "forward") == pytest.approx(
         ideal_seconds(PredictedCall(32768, 1), H100, "forward") / 4
     )
+    (alone,) = predict_passes(replace(call, world=1), H100, LINKS, phases=FORWARD)  # the first hop reads no state
+    assert alone.seconds == pytest.approx(H100.host + ideal_seconds(replace(call, world=1), H100, "forward"))
     for phase in ("forward", "backward"):
         assert ideal_seconds(replace(call, chunks=4), H100, phase) == ideal_seconds(call, H100, phase)
     masks = Mask(window=(64, 64)), Mask(window=(64, 64), global_tokens=((0, 256),)), Mask()
@@ -325,6 +335,10 @@ def test_ideal_is_one_device_with_all_the_work() -> None:
 
 def test_memory_does_not_grow_with_the_ring() -> None:
     assert PredictedCall(8192, 8).memory() == PredictedCall(8192, 4096).memory()
+    parts = replace(SMALL, batch=3, chunks=2).memory(backward=False)
+    assert parts["out of the chunks"] == 3 * 16 * 4 * 8 * 2
+    with pytest.raises(ValueError, match="chunks is 0: it must be at least 1"):
+        replace(SMALL, chunks=0)
     with pytest.raises(ValueError, match=r"the GPU has 1 GB\. At most") as refused:
         check_memory(PredictedCall(16384, 8), 1e9)
     most = int(str(refused.value).partition("At most ")[2].split()[0].replace(",", ""))
@@ -349,6 +363,8 @@ def test_timelines_list_every_event(mask: Mask) -> None:
             spans.sort(key=lambda e: e.begin)
             assert all(a.end == pytest.approx(b.begin) for a, b in pairwise(spans)) and spans[-1].lane == "compute"
             assert spans[0].begin == pytest.approx(0.0 if phase == "forward" else passes[0].seconds)
+    folds = {(e.hop, e.name) for e in line.events if (e.rank, e.lane, e.phase) == (1, "compute", "forward")}
+    assert folds == {(hop.index, f"fold of {hop.shard}") for hop in call.plans()[1].hops if hop.computes}
     with pytest.raises(ValueError, match="extrapolated from smaller rings"):
         predicted_timeline("", (replace(passes[0], tracks=()),), call)
     moved = {lane: sorted((e.name, e.nbytes) for e in line.events if e.lane == lane) for lane in ("send", "receive")}
@@ -407,6 +423,8 @@ def test_exchanges_across_nodes_use_the_slow_link() -> None:
     ]
     moved = 64 * 128 * 2 * (2 * 32 + 2 * 4) / 2  # half of q, k, v and out stays on its rank
     assert [exchange_seconds(call, 2, links) for links in by_rate] == pytest.approx([moved / 1e9, moved / 0.5e9])
+    shared = replace(by_rate[0], links=replace(by_rate[0].links, nics=1))  # two ranks of a node share its NIC
+    assert exchange_seconds(call, 4, shared) == pytest.approx(1.5 * moved / 0.5e9)
 
 
 def test_an_all_gather_waits_for_every_other_rank() -> None:
@@ -428,6 +446,9 @@ def test_an_all_gather_waits_for_every_other_rank() -> None:
     # All NICs of a node receive: each of its two ranks fetches one of the two far shards.
     over_nodes = all_gather_passes(replace(call, nodes=2), replace(inputs, phases=FORWARD))[0]
     assert over_nodes.exposed == pytest.approx(collective(2, 1e-3, 0.5e9))
+    narrow = replace(links, between=LinkSpeed(0.1e9, 0.0), nics=1)  # a third of the shards over half of a NIC
+    over_a_nic = all_gather_passes(replace(call, nodes=2), replace(inputs, links=narrow, phases=FORWARD))[0]
+    assert over_a_nic.exposed == pytest.approx(collective(2, 1e-3, 3 * 0.05e9))
     one_per_node = all_gather_passes(replace(call, nodes=4), replace(inputs, phases=FORWARD))[0]
     assert one_per_node.exposed == pytest.approx(collective(2, 4e-3, 1e9))
     tiny = replace(inputs, links=ClusterLinks(LinkSpeed(1e30, 0.0), LinkSpeed(1e30, 0.0)), phases=FORWARD)
@@ -508,6 +529,8 @@ def test_launches_take_the_time_of_their_work_and_of_their_bytes() -> None:
     }  # fmt: skip
     assert {what: speed.seconds(what, area, call, hop=1) for what in expected} == pytest.approx(expected)
     assert speed.seconds(FOLD, area, call, hop=0) == pytest.approx(1 + forward)
+    own = H100.fit_speeds((616e12, PredictedCall(16384, 1)))  # the backward keeps its ratio to the forward
+    assert own.backward / own.forward == pytest.approx(430 / 560) and own.peak is None
     # The last program alone bounds a launch with little work.
     small = area._replace(pairs=10.0, edges=0)
     assert speed.product_seconds(small, call) == pytest.approx(4 * 16 * 3 * 128 * 20 / 7e3)
@@ -574,12 +597,16 @@ def test_a_backward_exchanges_as_much_as_its_forward() -> None:
 
 
 def test_key_heads_are_repeated_if_ranks_outnumber_them() -> None:
-    call = PredictedCall(8192, 8, heads=8, kv_heads=2)
+    call = PredictedCall(8192, 8, heads=8, kv_heads=2, nodes=2)
     names = {way.name: way for way in predict_alternatives(call, INPUTS)}
     assert {name for name in names if name.startswith("Ulysses")} == {
         "Ulysses 2 x ring 4", "Ulysses 4 x ring 2", "Ulysses 8 x ring 1"
     }  # fmt: skip
-    assert names["Ulysses 8 x ring 1"].note == "8 ranks exchange heads, with 4 copies of each key head"
+    notes = [names[name].note for name in ("Ulysses 4 x ring 2", "Ulysses 8 x ring 1")]
+    copies = [f"{n} ranks exchange heads, with {n // 2} copies of each key head" for n in (4, 8)]
+    assert notes == [copies[0], f"{copies[1]}, over nodes"]
+    (more,) = [way.memory for way in predict_alternatives(replace(call, slots=5), INPUTS) if "x ring 4" in way.name]
+    assert more - names["Ulysses 2 x ring 4"].memory == 2 * (2 * 2 * 8192 * 128 * 2)  # two slots of a group's K/V
     full = replace(call, kv_heads=8)
     assert exchange_seconds(call, 8, INPUTS) == exchange_seconds(full, 8, INPUTS) > exchange_seconds(call, 2, INPUTS)
     memory = [way.memory for way in predict_alternatives(full, INPUTS) if way.name == "Ulysses 8 x ring 1"]
@@ -668,12 +695,29 @@ def test_areas_of_the_baseline_ring(layout: str, causal: bool) -> None:
         counted = (visible.sum(), visible.any(1).sum(), visible.any(0).sum(), visible.sum(1).max())
         assert area[:4] == tuple(int(number) for number in counted), (rank, step)
         assert area.edges == (16 if causal and (step == 0 or layout == "striped") else 0)
+        moved = [(op.sends[0][0], op.receives[0][0]) for op in ops if op.what == KV]
+        assert moved == [((rank + 1) % 3, (rank - 1) % 3)] * 2
         # a part of the rows is also copied back
         nbytes = 6 if step == 0 else 46 if causal and layout != "contiguous" and step > rank else 38
         assert merges[0] == pytest.approx(6 * 2e-6 + nbytes * area.rows * row)
         ops, costs = baseline_program(call, rank, "backward")
         merges = [cost for op, cost in zip(ops, costs, strict=True) if (op.what, op.hop) == ("merge", step)]
         assert merges[:2] == [10 * area.rows * row, 10 * area.keys * 64]
+        assert {op.sends[0][1] for op in ops if op.what == DKV} == {16 * 64 * 4}  # fp32
+
+
+def test_waits_of_the_baseline_ring_by_hand() -> None:
+    # K/V and dK/dV alternate on one stream. The first dK/dV follow the first K/V, the last follow the last attention.
+    # A merge of gradients takes 0.1 s, one of out 0.38 s.
+    call, fast = replace(CALL, mask=Mask()), replace(STEADY, memory=1e30, launch=0.0)
+    passes = baseline_ring.baseline_passes(call, replace(fast, memory=102_400, passes=1.0), late(10.0))
+    assert [each.seconds for each in passes] == pytest.approx([21 + 0.38 + 0.06, 50 + 0.1 + 0.12], abs=1e-3)
+    hidden = [each.seconds for each in baseline_ring.baseline_passes(call, fast, late(0.9))]
+    assert hidden == pytest.approx([3, 3.8 + 0.9], abs=1e-3)
+    # Without work the host's calls remain: two exchanges, three attentions, and six kernels of each merge.
+    idle_gpu = replace(fast, launch=-1.0)  # takes back the second of the product
+    (idle,) = baseline_ring.baseline_passes(call, idle_gpu, late(0.0), phases=FORWARD)
+    assert idle.seconds == pytest.approx(2 * 50e-6 + 3 * 40e-6 + 4 * 6 * 6e-6)
 
 
 def test_the_baseline_ring_is_flat_with_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from ringattn.bench.common import theme
 from ringattn.bench.common.result import Result, read_result
 from ringattn.bench.kernels.speed import UNITS
 from ringattn.bench.predict import alternatives
-from ringattn.bench.predict.inputs import speed_from_file
+from ringattn.bench.predict.inputs import resolve_speed, speed_from_file
 from ringattn.bench.predict.links import parse_link
 from ringattn.bench.predict.predicted_call import PredictedCall
+from ringattn.bench.predict.program import PASSES
+from ringattn.bench.predict.ring_time import ideal_seconds
 from ringattn.bench.predict.speed import BOUNDS, DKDV, DQ, FOLD, GPUS, default_kernel_shares, full_area, gpu_speed
 from ringattn.bench.timeline.events import from_chrome
 from ringattn.kernels.gpu import GPU_MODELS
@@ -63,7 +66,6 @@ REFUSED = {
     "--slow 3": "'3' is not RANK=FACTOR",
     "--slow 3=0.5": "slow is 3=0.5: the factor must be between 1 and 1,000",
     "--slow 3=1001": "slow is 3=1001: the factor must be between 1 and 1,000",
-    "--slow 9=2": "slow has rank 9: the rank must be between 0 and 7",
     "--slow 8=2": "slow has rank 8: the rank must be between 0 and 7",
     "--gpu abacus": "it must be one of h100",
     "--link warp": "--link is 'warp': it must be a preset (nvlink4",
@@ -75,9 +77,15 @@ REFUSED = {
     "--gpus 8 --nodes 3": "nodes is 3: it must divide world, 8, so use one of 1, 2, 4, 8",
     "--layout none.json": "--layout is none.json: No such file",
     "--layout none.json --seqlen 8k": "--seqlen and --layout cannot be used together",
+    "--layout none.json --world 4": "--world and --layout cannot be used together",
+    "--layout none.json --tokens 1k": "--tokens and --layout cannot be used together",
+    "--tokens 1k --seqlen 8k": "--tokens and --seqlen cannot be used together",
+    "--kernels none.json --tflops 300": "--kernels and --tflops cannot be used together",
+    "--memory 0": "--memory is 0: it must be a positive, finite number of GB",
+    "--nodes 2 --link-between warp": "--link-between is 'warp': it must be a preset (nvlink4",
     f"--layout none.json {MAP}": "--layout and --sweep cannot be used together",
     "--slots 1 --world 4": "slots is 1: a ring of 4 ranks needs at least 2",
-    "--dtype fp32": "--dtype is float32: the bounds of the default kernels cover only float16 and",
+    "--dtype fp32 --gpu a100": "--dtype is float32: the bounds of the default kernels cover only float16 and",
     "--tokens 4m": "GB for this attention alone",
     "--seqlen 1001": "--seqlen is 1,001: it must be a multiple of --world, 8, such as 1,000",
     "--world 16385": "world is 16,385: it must be at most 16,384",
@@ -92,6 +100,10 @@ REFUSED = {
     "--sweep tokens=1k..1k,gpus=2..16 --world 6": "--sweep has 8 GPUs: use a multiple of 6",
     "--sweep tokens=3..9,gpus=2..4": "zigzag shards (zigzag: even length): got zigzag, 3 tokens",
     f"{MAP} --trace t.json": "--sweep and --trace cannot be used together",
+    f"{MAP} --jitter 0.1": "--jitter and --sweep cannot be used together",
+    f"{MAP} --slow 1=2": "--slow and --sweep cannot be used together",
+    f"{MAP} --tokens 1k": "--tokens and --sweep cannot be used together",
+    f"{MAP} --picture none/map.png": "there is no folder none",
     f"{MAP} --memory 0.001": "1,024 tokens per GPU need 0.2 GB for this attention alone, but the GPU has 0.001 GB",
     f"{MAP} --picture map.gif": "it must end in .png or .svg",
 }
@@ -131,6 +143,10 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
         assert 0 < row["worst hop"] <= row["exposed"] * (1 + 1e-9) and row["exposed"] < row["fwd"] + row["bwd"]
     assert from_chrome(json.loads(trace.read_text())).world == 4
     assert result.provenance["call"]["tokens"] == 8192 and result.provenance["speed"]["name"] == "A800"
+    assert result.provenance["perturbation"] == "rank 2 takes 1.25 times as long"
+    slow_notes = " ".join(note for note in result.notes if note.startswith("slow GPUs"))
+    even, slow, balanced = map(float, re.findall(r"([\d.]+) ms", slow_notes))
+    assert even < balanced < slow
 
 
 @pytest.mark.nightly
@@ -147,7 +163,11 @@ def test_columns_depend_on_the_flags() -> None:
     both, alone, jitter = own(*TWO), own(*TWO, "--pass", "forward"), own("--jitter", "0.1", *TWO)
     assert alone["fwd"] == both["fwd"] and "bwd" not in alone and alone["exposed"] < both["exposed"]
     assert alone["TFLOP/s"] * alone["fwd"] == pytest.approx(both["TFLOP/s"] * (both["fwd"] + both["bwd"]) / 3.5)
-    assert 0 < jitter["spread"] < jitter["fwd"] + jitter["bwd"] and "spread" not in both
+    assert "kernel rate" not in invoke(*TWO, "--tflops", "300").output  # of the default kernels
+    assert 0.001 < jitter["spread"] / (jitter["fwd"] + jitter["bwd"]) < 1 and "spread" not in both
+    call, speed = PredictedCall(1024, 2, kv_heads=2), gpu_speed("h100")
+    ideal = sum(float(ideal_seconds(call, speed, phase)) for phase in PASSES)
+    assert both["ideal"] == pytest.approx(100e3 * ideal / (both["fwd"] + both["bwd"]))
 
 
 def test_other_masks_than_full_and_causal(tmp_path: Path) -> None:
@@ -164,11 +184,25 @@ def test_other_masks_than_full_and_causal(tmp_path: Path) -> None:
     (tmp_path / "mask.json").write_text('{"slices": [[[0, 1000], [0, 1000], 1], [[1000, 4096], [1000, 4096], 1]]}')
     documents = own(*flags, "--cu-seqlens", "0,1000,4k")["fwd"]
     assert own(*flags, "--full", "--mask", str(tmp_path / "mask.json"))["fwd"] == documents
+    bad = {
+        '{"spans": []}': "it has spans, and may have one of", '{"intervals": null}': "Could not infer dtype",
+        '{"intervals": "x"}': "",
+    }  # fmt: skip
+    for text, words in bad.items():
+        (tmp_path / "mask.json").write_text(text)
+        refused = invoke(*flags, "--mask", str(tmp_path / "mask.json"))
+        assert refused.exit_code == 2 and f"mask.json: {words}" in refused.output, text
 
 
 def test_memory_of_a_forward_alone() -> None:
-    both, forward = own(*TWO), own(*TWO, "--pass", "forward")
-    assert forward["memory"] < 0.65 * both["memory"]
+    both, forward = (
+        {row["way"]: row["memory"] for row in results(*TWO, "--kv-heads", "32", *flags)["rows"]}
+        for flags in ((), ("--pass", "forward"))
+    )
+    assert len(both) == 4 and all(0.3 < forward[way] / memory < 0.75 for way, memory in both.items())
+    largest = max(both, key=both.__getitem__)
+    notes = results(*TWO, "--kv-heads", "32", "--memory", str(both[largest] - 1e-6))["notes"]
+    assert notes[0].startswith(f"{largest}: does not fit: needs ")
     done = invoke(*TWO, "--pass", "forward")
     assert not re.search("gradients|dQ|dK/dV", done.output)
     assert "out of the chunks" in invoke(*TWO, "--pass", "forward", "--chunks", "2").output
@@ -219,6 +253,8 @@ def test_the_gpu_of_a_file_is_found_by_name(name: str, base: str, tmp_path: Path
     about = {"name": name, "multiprocessors": 7, "memory_gib": 8.0}
     speed, _ = speed_from_file(result_file(tmp_path, ROWS, gpu=about), PredictedCall(16384, 8), None)
     assert (speed.name, speed.link, speed.memory) == (name, gpu_speed(base).link, gpu_speed(base).memory)
+    speed, _ = speed_from_file(tmp_path / "results.json", PredictedCall(16384, 8), "l40s")
+    assert (speed.name, speed.memory) == (name, gpu_speed("l40s").memory)
 
 
 def test_text_names_the_nic_and_the_range_of_a_flat_ring() -> None:
@@ -234,7 +270,8 @@ def test_text_names_the_nic_and_the_range_of_a_flat_ring() -> None:
     assert fast < slow and slow == pytest.approx(row["fwd"] + row["bwd"], rel=1e-3)
     wide = next(row for row in results(*nodes, "--link-between", "188,20us")["rows"] if row["way"] == "flat ring")
     assert fast == pytest.approx(wide["fwd"] + wide["bwd"], rel=1e-3)
-    assert "uses one NIC" not in invoke(*TWO).output
+    assert re.search(r"baseline ring: [\d.]+ ms if a transfer between nodes uses one NIC", " ".join(result["notes"]))
+    assert "uses one NIC" not in invoke(*TWO).output and "uses one NIC" not in invoke(*TWO, "--nodes", "2").output
 
 
 QUESTIONS = Path(__file__).parents[2] / "docs" / "questions.md"
@@ -326,7 +363,7 @@ def number(what: str, rate: float, tokens: int, head_dim: int = 128, **labels: A
 
 ROWS = [
     number("forward", 400.0, 8192),
-    number("forward", 500.0, 16384),
+    number("forward", 500.0, 16384, heads="16/4"),
     number("forward", 350.0, 16384, 64),
     number("forward", 510.0, 16384, mask="full"),
     number("backward", 300.0, 16384),
@@ -367,6 +404,8 @@ def test_a_launch_takes_the_time_of_its_row(tmp_path: Path) -> None:
     flops = 4 * 128 * 16 * area.pairs
     first, later = (speed.seconds(FOLD, area, call, hop=hop) for hop in (0, 1))
     assert flops / first == pytest.approx(500e12)
+    by_flags = {resolve_speed(replace(call, chunks=chunks), None, 560.0, None, None) for chunks in (1, 4)}
+    assert len(by_flags) == 1  # a rate is that of a whole launch
     assert later - first == pytest.approx(
         speed.memory_seconds((4 + 4) * 16384 * 16 * 128)
     )  # the state is read and written
@@ -402,6 +441,8 @@ def test_links_of_presets_numbers_and_files(tmp_path: Path) -> None:
     convex = [transfer(1 << 20, 1e2), transfer(1 << 21, 3e2)]  # a latency is not negative
     link = parse_link(str(result_file(tmp_path, convex)))
     assert link.latency == 0.0 and link.rate > 0
+    bent = [transfer(1 << 10, 10.0), transfer(1 << 20, 110.0), transfer(1 << 30, 2e5)]  # small ones give the latency
+    assert parse_link(str(result_file(tmp_path, bent))).latency == pytest.approx(1e-5, rel=0.2)
     one_way = [transfer(1 << 20, 1e3, way="one way")]
     assert parse_link(str(result_file(tmp_path, one_way))).rate == pytest.approx((1 << 20) / 1e-3)
 

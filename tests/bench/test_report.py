@@ -12,14 +12,24 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from ringattn.bench.common.result import Result
-from ringattn.bench.common.theme import LIGHT, PAGE_COLOURS, inline_svg
+from ringattn.bench.common.theme import LIGHT, PAGE_COLOURS, inline_svg, write_figure
 from ringattn.bench.report import charts, command
-from ringattn.bench.report.page import cell_text, plain_text, read_folder, render_page, sort_keys
+from ringattn.bench.report.page import (
+    ResultFolder,
+    cell_text,
+    count_outcomes,
+    ordered_provenance,
+    plain_text,
+    read_folder,
+    render_page,
+    sort_keys,
+)  # fmt: skip
 from ringattn.bench.timeline import drawing
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
@@ -166,7 +176,10 @@ def test_axes_and_lines_of_a_chart() -> None:
     (drawn,) = chart(twice, (1, 1.0), (1, 3.0), (1, 9.0), (2, 1.0))
     assert drawn.lines == {"ms": {1.0: 3.0, 2.0: 1.0}}  # median of the repeats
     assert charts.draw_chart(drawn).axes[0].get_xscale() == "linear"
-    (drawn,) = chart(twice, (1, 1.0), (64, 99.0))
+    (drawn,) = chart(twice, (64, 99.0), (1, 1.0))
+    axes = charts.draw_chart(drawn).axes[0]
+    assert axes.lines[0].get_xdata().tolist() == [1, 64]  # sorted
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "64"]
     assert charts.draw_chart(drawn).axes[0].get_xscale() == charts.draw_chart(drawn).axes[0].get_yscale() == "log"
     (drawn,) = chart(twice, (1, 0.0), (2, 99.0))
     assert charts.draw_chart(drawn).axes[0].get_yscale() == "linear"  # a log axis cannot show zero
@@ -200,6 +213,10 @@ def test_every_kind_of_bar_has_its_colour() -> None:
     figure = drawing.draw_timeline_figure([timeline("measured")])
     legend = {patch.get_label(): to_hex(patch.get_facecolor()) for patch in figure.legends[0].get_patches()}
     assert [*legend.values()] == [*bars.values()]
+    boxes, _ = drawing.lane_boxes([timeline("measured")])
+    assert boxes[0, "wait"] == boxes[0, "compute"] != boxes[0, "send"]  # a rank computes or waits
+    (backward,) = (x for x in figure.axes[0].collections if isinstance(x, LineCollection))
+    assert backward.get_segments()[0][0][0] == pytest.approx(1000)
     middles = {text.get_position()[0] for text in figure.axes[0].texts if text.get_text().startswith("hop ")}
     assert sorted(middles) == pytest.approx([200, 700, 1200, 1700])
 
@@ -260,12 +277,22 @@ def test_a_partly_filled_column_does_not_split_lines() -> None:
     }  # fmt: skip
 
 
-def test_legends_are_outside_of_the_axes() -> None:
+def test_legends_are_outside_of_the_axes(tmp_path: Path) -> None:
     lines = {f"line {number}": {1.0: 1.0, 2.0: 2.0} for number in range(12)}
     figure = charts.draw_chart(charts.Chart("t", "x", "y", lines))
     figure.draw_without_rendering()
+    write_figure(figure, tmp_path / "a.PDF", 10)
+    assert (tmp_path / "a.PDF").read_bytes().startswith(b"%PDF")
     (axes,), (legend,) = figure.axes, figure.legends
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+
+
+def test_the_run_of_the_suite_and_the_first_known_provenance_are_shown() -> None:
+    run = Result("bench suite", {"state": ""}, [{"state": "done"}])
+    known = replace(run, provenance={"versions": "1", "command": "c", "gpu": "A"})
+    folder = ResultFolder("x", [("results.json", run), ("other.json", known)])
+    assert count_outcomes(folder) == "1 done"
+    assert [name for name, _ in ordered_provenance(folder.provenance)] == ["gpu", "command", "versions"]
 
 
 def test_provenance_without_a_commit() -> None:

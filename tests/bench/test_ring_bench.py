@@ -21,20 +21,17 @@ from ringattn.bench.common.attention import AttentionConfig, sdpa_attention
 from ringattn.bench.common.cases import UnavailableError
 from ringattn.bench.common.launching import run_process_group
 from ringattn.bench.common.memory import PROCESS_BYTES
-from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS, ONE_DEVICE, OURS, ULYSSES
+from ringattn.bench.common.memory_table import ALL_CORES, ALL_GATHER, BASELINE, LUCIDRAINS, ONE_DEVICE, OURS, ULYSSES
 from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.bench.common.result import Result, Row
 from ringattn.bench.common.timing import RankTeam, Samples
 from ringattn.bench.ring import baselines, candidates, command, measure
-from ringattn.bench.ring.candidates import (
-    Candidate,
-    CandidateSetting,
-)
+from ringattn.bench.ring.candidates import Candidate, CandidateSetting
 from ringattn.bench.ring.measure import RingConfig, crossover_notes, fastest_ring_note, measure_rings
 from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.comm.group_cache import get_group_cache
 from ringattn.kernels import FULL
-from ringattn.ring import Ring, ring_attention
+from ringattn.ring import Layout, Ring, ring_attention
 
 from ..support.rank_processes import group_results
 
@@ -54,8 +51,8 @@ DOCUMENTS = (0, 20, 20, 45, 64)
 PROBLEM = AttentionConfig(64, P, BATCH, HEADS, KV_HEADS, DIM)
 CONFIGS = (
     RingConfig((PROBLEM, replace(PROBLEM, seqlen=128, causal=False)), ("zigzag",), 1, WAYS),
-    RingConfig((replace(PROBLEM, cu_seqlens=DOCUMENTS),), ("packed", "per-document"), 1, (OURS, ALL_GATHER, BASELINE)),
-    RingConfig((replace(PROBLEM, kv_heads=1),), ("zigzag",), 1, ("Ulysses 4", BASELINE), bytes_per_second=1e6),
+    RingConfig((replace(PROBLEM, cu_seqlens=DOCUMENTS),), ("packed", "per-document"), 1, (*WAYS[:3], LUCIDRAINS)),
+    RingConfig((replace(PROBLEM, kv_heads=1),), ("zigzag",), 1, ("Ulysses 4", BASELINE, LUCIDRAINS), "", 1e6),
 )
 
 
@@ -108,7 +105,10 @@ def test_all_candidates_agree_and_count_what_they_send() -> None:
                 assert row[part] is None or name != ONE_DEVICE or part == "exposed"
     rows = by_name(packed)
     assert {*rows} == {ONE_DEVICE, f"{OURS} packed", f"{OURS} per-document", ALL_GATHER}
-    assert f"not available: {BASELINE}: it is not set up for packed documents here" in packed.notes
+    for name in (BASELINE, LUCIDRAINS):
+        assert f"not available: {name}: it is not set up for packed documents here" in packed.notes
+        assert f"not available: {name}: --bytes-per-second slows down only our rings" in mesh.notes
+    assert "causal, 4 documents, packed/per-document, 64 tokens" in packed.notes[0]
     assert 0 < rows[f"{OURS} packed"]["sent"] < rows[f"{OURS} per-document"]["sent"]
     pairs = sum(n * (n + 1) // 2 for n in (20, 25, 19))
     row = rows[f"{OURS} packed"]
@@ -117,13 +117,13 @@ def test_all_candidates_agree_and_count_what_they_send() -> None:
     # Three quarters of q, out, dout and dq; k and v for each other rank; dk and dv of each other rank's queries.
     assert row["sent"] * 1e6 == 16 * 3 * (4 * queries // 4 + 4 * BATCH * DIM * 4)
     assert "at 1.00 MB/s" in mesh.notes[0] and row["time"] > row["sent"] * 1e3
-    assert f"not available: {BASELINE}: --bytes-per-second slows down only our rings" in mesh.notes
 
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_every_length_runs_in_its_own_processes(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # A peak counts what an earlier length left on the heap. Ranks of a launcher measure all lengths, which a note says.
     lengths: list[list[int]] = []
+    warmed: list[int] = []
 
     def measured(setting: CandidateSetting, *_: object) -> Result:
         return Result("bench ring", measure.UNITS)
@@ -133,13 +133,13 @@ def test_every_length_runs_in_its_own_processes(launched: bool, monkeypatch: pyt
         part: Result = measure(LaunchedRank(0, 1, 0, 1), CPU, config)
         return part
 
-    for name, value in (("warm_up", lambda *_: None), ("measure_problem", measured)):
-        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(measure, "warm_up", lambda config, device: warmed.append(len(config.problems)))
+    monkeypatch.setattr(measure, "measure_problem", measured)
     monkeypatch.setattr(command, "run_process_group", spawned)
     monkeypatch.setattr(command, "launched_rank", lambda: LaunchedRank(0, 1, 0, 1) if launched else None)
     ran = CliRunner().invoke(cli.app, ["bench", "ring", "--world", "1,1", "--seqlen", "512,256", "--device", "cpu"])
     assert ran.exit_code == 0, ran.output
-    assert lengths == ([[256, 512]] if launched else [[256], [512]])
+    assert lengths == ([[256, 512]] if launched else [[256], [512]]) and warmed == ([2] if launched else [1, 1])
     assert ("peaks after the first length are upper bounds" in ran.output) == launched
 
 
@@ -237,6 +237,7 @@ def test_crossover_and_fastest_ring_notes() -> None:
         "time of Ulysses / time of our ring, 4 ranks: 1.20 at 1k",
     ]
     assert fastest_ring_note(all_rows[:-3]) == ["best: ringattn striped, 2 ranks, 4k tokens: 400 ms, 80.0% of ideal"]
+    assert fastest_ring_note(all_rows) == ["best: ringattn zigzag, 4 ranks, 1k tokens: 500 ms, 80.0% of ideal"]
     assert crossover_notes(rows()) == [] and fastest_ring_note(rows()[:1]) == []
 
 
@@ -265,6 +266,7 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     assert f"{name}: error above the limit in out, dq, dk, dv" in line
     assert bool(result.failed) == (name == BASELINE)
     assert "not available: another: it needs a GPU" in result.notes
+    assert measure.ONE_RUN_NOTE not in result.notes  # no candidate has such columns
     available["flipped"] = Candidate("flipped", positions.flip(0), right)
     first, second, third = measure.check_candidates(available, problem, CPU, 0).values()
     assert first.shards is second.shards and len(second.shards) == 4
@@ -308,7 +310,7 @@ def test_one_process_uses_the_threads_of_all_ranks(monkeypatch: pytest.MonkeyPat
     for cores, threads in ((16, 8), (5, 5)):
         monkeypatch.setattr(candidates, "cores", lambda cores=cores: cores)
         whole = candidates.sdpa_all_cores(setting(problem))
-        assert (whole.name, whole.threads, whole.sent_bytes) == (memory_table.ALL_CORES, threads, 0)
+        assert (whole.name, whole.threads, whole.sent_bytes) == (ALL_CORES, threads, 0)
     one = candidates.sdpa_one_device(setting(problem))
     assert (one.name, one.threads) == (ONE_DEVICE, 2) and one.positions is not None and len(one.positions) == 64
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
@@ -352,25 +354,43 @@ def test_other_packages_get_their_layout_and_their_order_of_heads(
         "causal": causal, "bucket_size": 1024, "ring_reduce_col": True, "striped_ring_attn": causal, "ring_size": 2,
     }  # fmt: skip
     assert torch.equal(theirs.positions[:1024], torch.arange(4, 8192, 8))  # of eight buckets
-    with pytest.raises(UnavailableError, match="a multiple of 1024 tokens"):
-        candidates.lucidrains(setting(replace(problem, seqlen=2 * 1536)))
+    for refused in (replace(problem, seqlen=2 * 1536), replace(problem, seqlen=1024, world=1)):
+        with pytest.raises(UnavailableError, match="at least two ranks, and shards with a multiple of 1024 tokens"):
+            candidates.lucidrains(setting(refused))
 
 
 def test_candidates_are_chosen_by_name() -> None:
     names = [*candidates.select_makers(["zigzag"], (), [2, 4])]
     assert "Ulysses 2 x ring 2" in names
     assert all(command.parse_candidate_prefixes(["zigzag"], name, [2, 4]) == (name,) for name in names)
+    assert command.parse_layouts("all") == ["contiguous", "zigzag", "striped"]
+    balanced = [candidates.balanced_layout(replace(PROBLEM, cu_seqlens=ends)) for ends in (None, DOCUMENTS)]
+    assert balanced == ["zigzag", "per-document"]
+    ends = (0, 50, 53, 64)
+    packed, layout_by_name = (
+        Layout.packed(ends, P, heads_per_kv_head=2),
+        replace(PROBLEM, cu_seqlens=ends).layout_by_name,
+    )
+    assert layout_by_name("per-document") == Layout.zigzag(64, P, ends) and layout_by_name("packed") == packed
+
+
+def test_one_device_computes_documents_one_by_one() -> None:
+    q, k, v = (torch.randn(1, 8, heads, 4) for heads in (4, 2, 2))
+    parts = [sdpa_attention(*(x[:, rows] for x in (q, k, v)), causal=False) for rows in (slice(0, 3), slice(3, 8))]
+    assert torch.equal(sdpa_attention(q, k, v, causal=False, cu_seqlens=(0, 3, 3, 8)), torch.cat(parts, 1))
 
 
 @pytest.mark.usefixtures("rank_zero")
 @pytest.mark.parametrize(("make", "ring_setting", "message"), [
     (candidates.ulysses, setting(AttentionConfig(64, 3, heads=8, kv_heads=8)), "heads is 8: .* ranks, 3"),
+    (candidates.ulysses, setting(AttentionConfig(64, 4, heads=8, kv_heads=2)), "kv_heads is 2: .* ranks, 4"),
     (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "Ulysses needs one GPU per rank"),
     (partial(candidates.ulysses_mesh, 2), setting(AttentionConfig(64, 4, heads=3, kv_heads=3)), "can have 1, 3"),
     (candidates.all_gather, setting(AttentionConfig(65, 2)), "multiple of 2 tokens, not 65"),
     (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "multiple of 4 tokens, not 66"),
     (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "uses a CPU operator"),
     (candidates.sdpa_all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "threads than one rank, 1000000"),
+    (candidates.sdpa_all_cores, setting(AttentionConfig(64, 2), "cuda"), "runs only on the CPU"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2)), "needs a GPU"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2, kv_heads=2), "cuda"), "as many key/value heads"),
     (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "kernels need a GPU"),
@@ -427,3 +447,9 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
                 on_gpu = ranks - kept, kept + 2 * running + max(whole, judged)  # both ranks share it
                 assert single == (on_cpu if device == "cpu" else on_gpu)
             assert three.host + three.gpu - single.host - single.gpu == 2 * shards + more
+    # One process holds all inputs and its own tensors while the other ranks wait.
+    long, every = AttentionConfig(2 << 20, 2, heads=32, kv_heads=32, head_dim=16), [OURS, ONE_DEVICE, ALL_CORES]
+    ours, all_kinds = (measure.ring_needs(long, layouts=["zigzag"], kinds=kinds).host for kinds in ([OURS], every))
+    running = memory_table.candidate_bytes(OURS, long) - memory_table.ring_slots(long)
+    alone = memory_table.candidate_bytes(ONE_DEVICE, long) + long.seqlen * memory_table.input_bytes(long)
+    assert all_kinds - ours == alone - 2 * running > 0

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.common.memory_table import ALL_CORES, BASELINE, ONE_DEVICE
 from ringattn.bench.common.provenance import provenance
-from ringattn.bench.common.ranks import LAUNCHERS
+from ringattn.bench.common.ranks import LAUNCHERS, TORCHRUN
 from ringattn.bench.common.result import Result, Row, read_result
 from ringattn.bench.links.command import message_sizes
 from ringattn.bench.ring.candidates import select_makers
@@ -192,6 +193,7 @@ def test_a_signal_ends_parts_and_keeps_results(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(suite, "MOST_SIDE_BY_SIDE", 1)
     ran = CliRunner().invoke(suite.app, ["--device", "cpu", "--out", str(tmp_path)])
     assert ran.exit_code == 130 and "interrupted. Finished parts are kept" in ran.output and not ran.stdout
+    assert {*map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))} == {signal.default_int_handler}
     assert [row["part"] for row in read_result(tmp_path / "results.json").rows] == ["first"]
     assert not [*part_processes.marked_processes(part_processes.folder_mark(tmp_path))]
 
@@ -267,11 +269,21 @@ def test_parts_are_commands_that_leave_a_result(
 
 def test_nccl_library_is_preloaded_if_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(suite_parts.NCCL_LIBRARY, "/opt/libnccl.so.2")
+    for name in ("explain_missing_nccl", "one_sided_missing"):
+        monkeypatch.setattr(suite_parts, name, lambda: None)
     for gpus, before in ((1, ("env", "LD_PRELOAD=/opt/libnccl.so.2")), (2, ())):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         for found in suite_parts.gpu_parts():
             needed = before if found.name in ("nccl-2", "killed nccl") else ()
             assert found.command[: len(needed)] == needed and ("env" in found.command) == bool(needed)
+            assert found.name != "nccl-2" or found.missing_reason is None
+    reasons = []
+    for gpus in (2, 1):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.delenv(suite_parts.NCCL_LIBRARY, raising=False)
+        reasons.append({found.name: found.missing_reason for found in suite_parts.gpu_parts() if "2" in found.name})
+    assert {*reasons[0].values()} == {None} and "its own GPU" in str(reasons[1]["nccl_one_sided-2"])
+    assert "need NCCL 2.30" in str(reasons[1]["nccl-2"])
 
 
 def test_parts_of_a_gpu_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,10 +326,10 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         rows = read_result(out / "results.json").rows
         return ran.exit_code, {row["part"]: row["state"] for row in rows}, ran.output
 
-    for name, value in (*zip(LAUNCHERS[0], "0101", strict=True), ("MASTER_ADDR", "here")):
+    for name, value in (*zip(LAUNCHERS[0], "0101", strict=True), ("MASTER_ADDR", "here"), (TORCHRUN, "x")):
         monkeypatch.setenv(name, value)  # parts start ranks of their own
     code, states, text = call("--only", "first")
-    assert not {*LAUNCHERS[0], "MASTER_ADDR"} & {*os.environ}
+    assert not {*LAUNCHERS[0], "MASTER_ADDR", TORCHRUN} & {*os.environ}
     assert code == 0 and states == {"first": "done"} and (out / "report.html").exists()
     assert "1 parts take at most 25 s" in text and "--budget 480 is enough" in text
     (out / "report.html").unlink()

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from ringattn.bench.predict.ring_time import predict_passes, predicted_timeline
 from ringattn.bench.predict.speed import gpu_speed
 from ringattn.bench.timeline import command as timeline_bench
 from ringattn.bench.timeline import record
-from ringattn.bench.timeline.events import LANES, Event, Timeline, as_chrome, from_chrome, is_same_call
+from ringattn.bench.timeline.events import LANES, Event, Timeline, as_chrome, from_chrome, is_same_call, lane_order
 from ringattn.bench.timeline.record import ClockOffset, measure_clock_offset
 from ringattn.comm import LocalGroup, TransportError
 from ringattn.comm.control import open_control
@@ -43,7 +44,8 @@ EVENTS = (
     Event(0, "compute", "backward", 1, 2e-3, 4e-3),
     Event(1, "compute", "forward", 0, 0.0, 4e-3),
     Event(1, "send", "forward", 0, 0.0, 3e-3, "K/V of 1", 1 << 20),
-    Event(1, "slot 1", "forward", 1, 0.25e-3, 1.5e-3, "K/V of 0"),
+    Event(1, "slot 0", "forward", 1, 0.25e-3, 1e-3, "K/V of 0"),
+    Event(1, "slot 1", "forward", 2, 0.25e-3, 1.5e-3, "K/V of 0"),
 )
 TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"command": "ringattn"}, "clock_error": 2e-6})
 """Rank 0 computes for 3 of 4 ms and waits for 0.5 ms; rank 1 computes for all 4 ms."""
@@ -55,11 +57,17 @@ def test_a_written_trace_reads_back_unchanged() -> None:
     nameless: list[dict[str, Any]] = [{}, {"call": {}}, {"call": None}]  # they do not say which call it is of
     for about in nameless:
         assert not is_same_call(replace(TWO_RANKS, about=about), replace(TWO_RANKS, about=about))
+    full, window = (replace(TWO_RANKS, about={"call": {"seqlen": 8} | more}) for more in ({}, {"window_size": (3, 0)}))
+    assert is_same_call(window, window) and not is_same_call(full, window) and not is_same_call(window, full)
     assert from_chrome(trace) == TWO_RANKS and TWO_RANKS.seconds == pytest.approx(4e-3)
     named = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
-    assert [event["args"]["name"] for event in named if event["pid"] == 1] == [*LANES, "slot 1"]
+    assert [event["args"]["name"] for event in named if event["pid"] == 1] == [*LANES, "slot 0", "slot 1"]
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert (spans[-1]["ts"], spans[-1]["dur"]) == (250.0, 1250.0)
+    where = {"ph": "X", "pid": 1, "tid": 5, "cat": "forward", "name": "K/V of 0", "ts": 250.0, "dur": 1250.0}
+    assert spans[-1].items() >= where.items() and spans[1]["name"] == "forward hop 1"
+    ranks = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert ranks == ["rank 0", "rank 1"]
+    assert sorted(["dK/dV slot 0", "slot 1", *LANES[::-1]], key=lane_order) == [*LANES, "slot 1", "dK/dV slot 0"]
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -71,6 +79,9 @@ def test_a_written_trace_reads_back_unchanged() -> None:
 ])  # fmt: skip
 def test_files_without_a_timeline_are_refused(change: dict[str, Any], message: str) -> None:
     trace = as_chrome(TWO_RANKS)
+    damaged = trace | {"traceEvents": [{}]}
+    with pytest.raises(ValueError, match="this timeline is damaged: KeyError: 'ph'"):
+        from_chrome(damaged)
     trace["otherData"] |= change
     with pytest.raises(ValueError, match=message):
         from_chrome(trace)
@@ -90,7 +101,7 @@ def test_rows_of_a_timeline() -> None:
 def test_the_command_writes_trace_picture_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: Any = []
     monkeypatch.setattr(record, "run_timeline", lambda *given: recorded.append(given) or TWO_RANKS)
-    trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.png", "rows.json"))
+    trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.PNG", "rows.json"))
     words = ["--repeats", "3", "--device", "cpu", "--trace", str(trace), "--out", str(picture), "--json", str(target)]
     ran = CliRunner().invoke(timeline_bench.app, words)
     assert ran.exit_code == 0 and "ranks compute 87.5%" in ran.output, ran.output
@@ -222,7 +233,7 @@ def test_device_under_a_launcher(flags: list[str], where: str, monkeypatch: pyte
         ran.append(str(place.shared_device(kind)))
 
     monkeypatch.setattr(launching, "_in_group", in_group)
-    result = CliRunner().invoke(timeline_bench.app, flags)
+    result = CliRunner().invoke(timeline_bench.app, [*flags, "--seqlen", "2"])  # a token per rank is enough
     assert result.exit_code == 0 and ran == [where], result.output
 
 
@@ -269,8 +280,11 @@ def test_the_run_of_median_length_is_kept_after_a_warm_up(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(record, "gather_timeline", gather)
     monkeypatch.setattr(record, "_align_start", lambda ring: steps.append("together"))
-    alone = replace(PROBLEM, world=1)
-    kept = record.virtual_timeline(alone, CPU, 3)
-    assert kept is not None and kept.seconds == 2.0
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    alone, place = replace(PROBLEM, world=1, threads=3), LaunchedRank(0, 1, 0, 1)
+    with LocalWorld(1) as world:
+        (kept,) = world.run(partial(record.record_timeline, place, CPU, alone, 3))
+    assert kept is not None and kept.seconds == 2.0 and threads == [3]
     assert [step == "together" for step in steps] == [False, *[True, False] * 3]
     assert gathered == [(f"{alone.title}, CPU", alone.seqlen, True)] * 3
