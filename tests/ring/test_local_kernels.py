@@ -22,6 +22,7 @@ from torch import Tensor
 from ringattn import Layout, LocalWorld, RectangleAttention, Ring, Supports, register_backend, ring_attention
 from ringattn.comm import LocalGroup, LocalTransport
 from ringattn.kernels import FULL, PLAIN, KernelConfig
+from ringattn.ring import BlockMask
 from ringattn.ring.local import fused, protocol, registry
 from ringattn.ring.local.protocol import FEATURES
 from ringattn.validators import short_repr
@@ -203,6 +204,19 @@ def test_unsupported_features_are_refused_before_anything_is_sent(
         refusals(kernel, (ValueError, NotImplementedError), text, **call)
 
 
+def test_the_check_of_a_kernel_gets_the_whole_call() -> None:
+    given: Any = []
+    kernel, config = Dense(), KernelConfig()
+    kernel.supports = Supports(features=FEATURES)
+    kernel.check = lambda q, v, **more: given.append((q, v, more))  # type: ignore[attr-defined]
+    q, k, v = torch.randn(3, 1, 8, 2, 8)
+    blocks = BlockMask(torch.ones(2, 2).bool(), 4)
+    ring_attention(q, k, v, block_mask=blocks, softcap=2.0, backend=kernel, config=config)
+    ((checked_q, checked_v, more),) = given
+    assert checked_q.equal(q) and checked_v.equal(v)
+    assert more.pop("scores").softcap == 2.0 and more == {"block": 4, "config": config}
+
+
 def test_a_gradient_through_lse_is_refused() -> None:
     kernel = RectangleAttention("sdpa", forward, backward, supports=Supports(), dlse_columns=0)
     refusals(kernel, ValueError, "backend 'sdpa' does not support a gradient through lse", return_lse=True)
@@ -348,7 +362,9 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
     for field, value in ((field, value) for field, values in fields.items() for value in values):
         with pytest.raises(ValueError, match=f"^{field} is {re.escape(short_repr(value))}: it must be a"):
             Supports(**{field: value})
-    for argument, value in {"forward": None, "backward": 3, "supports": None, "dlse_columns": 1}.items():
+    wrong: dict[str, tuple[Any, ...]] = {"forward": (None,), "backward": (3,), "supports": (None,)}
+    wrong |= {"dlse_columns": (1, True, -1, 2.0)}
+    for argument, value in ((argument, value) for argument, values in wrong.items() for value in values):
         with pytest.raises(ValueError, match=f"^{argument} is {value}: it must be"):
             RectangleAttention(**{"name": "mine", "forward": forward, "supports": Supports()} | {argument: value})  # type: ignore[arg-type]
     q = torch.randn(1, 4, 1, 8)
