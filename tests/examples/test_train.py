@@ -166,7 +166,7 @@ def test_settings_of_the_model_are_those_of_the_job(dtype: str, block: int, in_m
         return sdpa_attention(q, k, v)
 
     training = one_process(replace(TINY, seqlen=20, dtype=dtype, block=block), b"text", attend=attend)
-    training.backward(0)
+    assert training.backward(0).dtype == torch.float64
     assert dtypes == {getattr(torch, dtype)}
     assert training.model.block == in_model and len(training.model.layers) == TINY.layers
 
