@@ -306,9 +306,13 @@ def test_command_line_to_job(command: str, job: Job, world: int) -> None:
     assert parse_command_line(command.split()) == (job, world)
 
 
+AT_LEAST_1 = ("seqlen", "steps", "layers", "heads", "kv-heads", "head-dim", "batch", "data", "every")
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
-    [("--seqlen 8x", "'8x' is not a size"), ("--steps 0", "--steps is 0"), ("--head-dim 33", "must be even"),
+    [("--seqlen 8x", "'8x' is not a size"), ("--head-dim 33", "must be even"),
+     *((f"--{name} 0", f"--{name} is 0: it must be at least 1") for name in AT_LEAST_1),
      ("--heads 3", "--kv-heads is 2: it must divide --heads, 3"),
      ("--data 2", "--data is 2: it must divide --batch, 1"),
      ("--dtype int8", "invalid choice: 'int8'")],
