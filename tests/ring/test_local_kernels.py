@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringattn import Layout, LocalWorld, RectangleAttention, Ring, Supports, register_backend, ring_attention
 from ringattn.comm import LocalGroup, LocalTransport
-from ringattn.kernels import FULL, PLAIN, KernelConfig
+from ringattn.kernels import FULL, PLAIN, KernelConfig, Tile, hopper_backward_launch, hopper_forward_launch, launch_plan
 from ringattn.ring import BlockMask
 from ringattn.ring.local import fused, protocol, registry
 from ringattn.ring.local.protocol import FEATURES
@@ -420,6 +420,31 @@ def test_the_triton_kernels_get_every_argument_and_sum_dq_in_fp32(monkeypatch: p
     assert [call["accum"] for call in others] == [None, first, first] and others[1]["out"] is first
     assert back.result() is others[2]["out"]
     assert dkdv == {"bounds": FULL, "scores": PLAIN, "accum": (k,), "out": (v,)}
+
+
+def test_the_triton_kernels_check_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Any = []
+    for home, name in (
+        (fused, "check_cpu"),
+        (launch_plan, "check_config"),
+        (hopper_forward_launch, "check_hopper_forward"),
+        (hopper_backward_launch, "check_hopper_backward"),
+        (launch_plan, "check_tiles"),
+    ):
+        monkeypatch.setattr(home, name, lambda *given, name=name: seen.append((name, *given)))
+    q, v = torch.arange(2.0)
+    tiles: dict[str, Any] = {
+        name: Tile(16 * 2**number, 64, 4, 2) for number, name in enumerate(("forward", "dq", "dkdv", "single_pass"))
+    }
+    config = KernelConfig(**tiles, forward_kernel="hopper", backward="hopper")
+    fused.TritonAttention().check(q, v, scores=PLAIN, block=16, config=config)
+    assert seen == [
+        ("check_cpu", (q,)),
+        ("check_config", config, q, v),
+        ("check_hopper_forward", q, v, PLAIN, tiles["forward"]),
+        ("check_hopper_backward", q, v, PLAIN, tiles["single_pass"]),
+        ("check_tiles", config, q, v, 16),
+    ]
 
 
 def test_a_factory_runs_once_for_all_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
