@@ -74,7 +74,7 @@ def ring_flash_attn(
     members = _members(ring_size, group) if ring_reduce_col else single_rank()
     world = group_rank_size(members)[1]
     layout, buckets = Layout.contiguous(world * tokens, world), 1
-    if striped_ring_attn:
+    if striped_ring_attn and tokens == keys:  # otherwise there is neither a ring nor a causal mask
         size = min(keys, bucket_size or 0)
         if size < 1 or keys % size:
             raise ValueError(f"bucket_size is {bucket_size}: with striped_ring_attn it must divide the {keys} tokens")

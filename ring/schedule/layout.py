@@ -379,7 +379,7 @@ class Layout:
             if positions.device.type != "cpu" or positions.dim() != 1 or positions.dtype not in INTEGER_DTYPES:
                 got = f"{positions.dtype} of shape {list(positions.shape)} on {positions.device}"
                 raise ValueError(f"{name} is {got}: it must be an integer CPU tensor of shape [S]")
-            if (positions.diff() < 1).any():
+            if (positions.long().diff() < 1).any():  # a difference of uint8 would wrap around
                 raise ValueError(f"{name} is not in ascending order. Sort the rank's positions.")
             spans.append(_spans(positions.long()))
         return cls(spans)

@@ -149,6 +149,7 @@ DAMAGES: dict[str, Damage] = {
     "truncated metadata": partial(truncate, METADATA),
     "truncated job": partial(truncate, "job.json"),
     "long job": lambda path: (path / "job.json").write_text(json.dumps({"layout": "z" * MAX_JOB_BYTES})),
+    "an unknown setting": lambda path: (path / "job.json").write_text(json.dumps(read_job(path) | {"experts": 8})),
     "no object": lambda path: (path / "job.json").write_text("[]"),
     "job in a pipe": partial(pipe, "job.json"),
     "metadata in a pipe": partial(pipe, METADATA),

@@ -166,7 +166,7 @@ def test_settings_of_the_model_are_those_of_the_job(dtype: str, block: int, in_m
         return sdpa_attention(q, k, v)
 
     training = one_process(replace(TINY, seqlen=20, dtype=dtype, block=block), b"text", attend=attend)
-    training.backward(0)
+    assert training.backward(0).dtype == torch.float64
     assert dtypes == {getattr(torch, dtype)}
     assert training.model.block == in_model and len(training.model.layers) == TINY.layers
 
@@ -306,9 +306,13 @@ def test_command_line_to_job(command: str, job: Job, world: int) -> None:
     assert parse_command_line(command.split()) == (job, world)
 
 
+AT_LEAST_1 = ("seqlen", "steps", "layers", "heads", "kv-heads", "head-dim", "batch", "data", "every")
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
-    [("--seqlen 8x", "'8x' is not a size"), ("--steps 0", "--steps is 0"), ("--head-dim 33", "must be even"),
+    [("--seqlen 8x", "'8x' is not a size"), ("--head-dim 33", "must be even"),
+     *((f"--{name} 0", f"--{name} is 0: it must be at least 1") for name in AT_LEAST_1),
      ("--heads 3", "--kv-heads is 2: it must divide --heads, 3"),
      ("--data 2", "--data is 2: it must divide --batch, 1"),
      ("--dtype int8", "invalid choice: 'int8'")],

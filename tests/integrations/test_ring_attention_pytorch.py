@@ -113,6 +113,9 @@ def test_arguments(bucket_size: int | None, call: dict[str, Any], mine: dict[str
 
 def test_on_a_gpu_a_rank_is_one_bucket() -> None:
     check(4, TOKENS // 4, (4, 2), {"causal": True}, ours.ring_flash_attn_cuda, causal=True)
+    mask = torch.arange(8)[None] % 3 != 1
+    by_position = ours.ring_flash_attn_cuda(Q, Q, Q, mask, True, 7, False, False, 3)
+    assert by_position.equal(ours.ring_flash_attn(Q, Q, Q, mask, causal=True, max_lookback_seq_len=3))
 
 
 def test_without_a_ring_and_cross_attention() -> None:
@@ -121,6 +124,10 @@ def test_without_a_ring_and_cross_attention() -> None:
     keys = k.repeat(1, 1, 2, 1).transpose(1, 2)
     right = sdpa(q.transpose(1, 2), keys, keys).transpose(1, 2)
     torch.testing.assert_close(ours.ring_flash_attn(q, k, k), right)
+    seen = torch.arange(20)[None] % 3 != 1
+    right = sdpa(q.transpose(1, 2), keys, keys, attn_mask=seen).transpose(1, 2)
+    for striped in (False, True):
+        torch.testing.assert_close(ours.ring_flash_attn(q, k, k, seen, striped_ring_attn=striped), right)
 
     def of_rank(group: Any) -> Tensor:
         x = Q + group.rank()

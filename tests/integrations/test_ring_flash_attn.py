@@ -179,6 +179,7 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
     ("call", "message"),
     [
         (lambda: ours.ring_flash_attn_qkvpacked_func(Q), r"qkv has shape \[8, 2, 16\]: it must be \[..., 3, heads"),
+        (lambda: ours.ring_flash_attn_qkvpacked_func(Q[:3]), r"qkv has shape \[3, 2, 16\]: it must be"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 9]), 6), "ends at 9 and q has 8 tokens"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 7]), 4), "ends at 7 and q has 8 tokens"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4"),
@@ -187,12 +188,15 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
         (lambda: ours.ring_flash_attn_kvpacked_func(Q[None], torch.stack([Q[None]] * 3, -3)), "kv has shape"),
         (lambda: run_ranks(2, lambda group: ours.llama3_flash_attn_varlen_func(
             *[Q[:4]] * 3, *llama3_arguments(1 - group.rank()), causal=True, group=group)), "rank is"),
+        (lambda: run_ranks(2, lambda group: ours.zigzag_ring_flash_attn_func(
+            *[torch.zeros(8, 3, 16)] * 3, group=group)), r"q has shape \[8, 3, 16\]"),
         (lambda: ours.ring_flash_attn_qkvpacked_func([Q, Q, Q]), "qkv is a list: it must be a torch.Tensor"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(0, PREPARED[0].clone())), "cu_seqlens_q is not prepared"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(1, PREPARED[0])), "cu_seqlens_k is"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(2, 4), causal=True), "max_seqlen_q is 4"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 4), causal=True), "heads_k_stride is 4"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, None), causal=True), "heads_k_stride is None"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 0), causal=True), "heads_k_stride is 0"),
         (lambda: ours.llama3_flash_attn_prepare_cu_seqlens([0, 8], True, 0, 1), r"cu_seqlens is \[0, 8\]: it must"),  # type: ignore[arg-type]
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(5, slice(0, 4)), causal=True), "local_k_slice is"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 1)), "causal is False"),

@@ -235,6 +235,8 @@ def test_layouts_of_load_balancers() -> None:
         (torch.arange(6), 0, "6 tokens.* multiple of world, 0"),
         (torch.tensor([0, 1, 1, 3]), 2, "not a permutation of 0 to 3"),
         (None, 2, "a NoneType.*'contiguous'"),
+        (torch.arange(6.0), 2, r"a torch\.float32 tensor of shape \[6\]"),
+        (torch.arange(6).view(1, 1, 6), 2, r"a torch\.int64 tensor of shape \[1, 1, 6\]"),
         (torch.tensor([False, True]), 2, r"a torch\.bool tensor of shape \[2\].*indices of shape \[S\]"),
         (torch.empty(0, 8, dtype=torch.int64), 2, r"a torch\.int64 tensor of shape \[0, 8\].*indices of shape \[S\]"),
     ],

@@ -137,6 +137,7 @@ def test_as_exact_as_one_device(name: str) -> None:
             module.softmax_offset.data.copy_(sink)
         options = {} if slopes is None else {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
         out, largest = module(*shards[:3], **boundaries, **options)
+        assert out.is_contiguous()
         module.return_max_logit = False  # hides no keys of padding from queries of padding
         torch.testing.assert_close(module(*shards[:3], **boundaries, **options), out)
         found = [out.detach().unflatten(-1, (HEADS, -1)), *torch.autograd.grad(out, leaves, shards[3].flatten(-2))]
@@ -323,7 +324,8 @@ def test_the_causal_mask_of_a_rank_s_rows_is_accepted_and_any_other_refused() ->
         mine = [layout.shard(x, group.rank()) for x in (q, k, v)]
         module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd", cp_group=group)
         no_mask: dict[str, Any] = {"attn_mask_type": "no_mask", "attention_mask": masks[group.rank()]}
-        for wrong in ({"attention_mask": masks[1 - group.rank()]}, no_mask, {"attention_mask": masks[0][..., :4]}):
+        cut = ({"attention_mask": mask} for mask in (masks[0][..., :4], masks[group.rank()][:, :, :2]))
+        for wrong in ({"attention_mask": masks[1 - group.rank()]}, no_mask, *cut):
             with pytest.raises(NotImplementedError, match="attention_mask has shape"):
                 module(*mine, **wrong)
         return cast(Tensor, module(*mine, attention_mask=masks[group.rank()]))
@@ -338,7 +340,9 @@ def test_cp_global_ranks_that_contradict_the_group_are_refused(
 ) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 2])
     group = dist.ProcessGroup(0, 2)  # type: ignore[call-arg]
-    DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=[0, 2])
+    given: dict[str, Any] = {"cp_global_ranks": [0, 2], "cp_stream": "stream", "layer_number": 7, "name": "core"}
+    module = DotProductAttention(HEADS, DIM, cp_group=group, **given)
+    assert {name: getattr(module, name) for name in given} == given
     with pytest.raises(ValueError, match=rf"cp_global_ranks is \[{ranks[0]}, {ranks[1]}\]: it must be \[0, 2\]"):
         DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=ranks)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import masking_utils as masking
 
-from ringattn import Layout, ring_attention, unshard
+from ringattn import Layout, Ring, ring_attention, unshard
 from ringattn.integrations import transformers as integration
 from ringattn.integrations.transformers import register, shard_batch, sharded
 from ringattn.ring import prefix_tree
@@ -157,7 +157,7 @@ def test_learned_positions(kind: str) -> None:
     model.set_attn_implementation("ringattn")
 
     def forward(group: Any) -> Tensor:
-        with sharded(model, layout, group):
+        with Ring(group) as ring, sharded(model, layout, ring=ring):
             logits: Tensor = model(**shard_batch({"input_ids": token_ids()}, layout, group)).logits.detach()
             return logits
 
@@ -259,11 +259,11 @@ def test_masks_equal_the_dense_ones(create: str, packed: bool, islands: list[tup
 
 
 def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: str = "llama", **given: Any) -> None:
-    """Run a forward on two ranks, both with rank 0's token ids."""
+    """Run a forward on two ranks with rings of their own, both with rank 0's token ids."""
     model = build_model(name, attention)
 
     def forward(group: Any) -> None:
-        with sharded(model, layout, group):
+        with Ring(group) as ring, sharded(model, layout, ring=ring):
             model(**{"input_ids": token_ids()[:, :20]} | given)
 
     run_ranks(2, forward)
@@ -452,7 +452,7 @@ def test_unsupported_calls_are_refused(error: type[Exception], text: str, call: 
         ({"position_ids": torch.zeros(1, 20, dtype=torch.int64)}, "position_ids do not match"),
         ({"position_ids": torch.arange(20)[None]}, "position_ids from token 0"),
         ({"attention_mask": torch.arange(20).gt(0).expand(2, -1)}, "attention_mask hides 2 tokens"),
-        ({"token_type_ids": torch.ones(2, 20, dtype=torch.int64)}, "islands and the batch disagree"),
+        ({"token_type_ids": torch.ones(2, 20, dtype=torch.int64)}, "disagree on the token at position 20:"),
     ],
 )
 def test_an_entry_that_one_rank_refuses_ends_the_forward_of_all(wrong: dict[str, Tensor], message: str) -> None:
@@ -463,8 +463,10 @@ def test_an_entry_that_one_rank_refuses_ends_the_forward_of_all(wrong: dict[str,
 
     def forward(group: Any) -> str:
         batch = shard_batch(whole, "contiguous", group) | (wrong if group.rank() else {})
-        with pytest.raises(ValueError) as refused, sharded(model, "contiguous", group, islands=images):
-            model(**batch)
+        with Ring(group) as ring:
+            ranks: Any = {"ring": ring} if "position_ids" in wrong else {"group": group}
+            with pytest.raises(ValueError) as refused, sharded(model, "contiguous", islands=images, **ranks):
+                model(**batch)
         return str(refused.value)
 
     assert all(message in text for text in run_ranks(2, forward))
@@ -476,6 +478,8 @@ def test_unsupported_transformers_versions_are_refused(monkeypatch: pytest.Monke
         patch.setattr(transformers, "__version__", "5.21.4")
         with pytest.raises(ImportError, match=r"is 5\.21\.4: ringattn needs 5\.22"):
             register()
+    monkeypatch.setattr(transformers, "__version__", "5.22.0")
+    assert register() == "ringattn"
     monkeypatch.setattr(transformers, "__version__", "5.100.0")
     monkeypatch.setattr(masking, "sliding_window_overlay", lambda size: masking.causal_mask_function)
     with pytest.raises(ImportError, match=r"is 5\.100\.0.*and_mask"):

@@ -129,9 +129,12 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"causal": True, "islands": [(1, 3), (6, 9)]}, r"islands\[1\] is \(6, 9\): it must not extend past the end of"),
     ({"causal": True, "islands": [(0, 2), (3, 6)], "cu_seqlens": [0, 2, 5, 8]}, r"islands\[1\] is \(3, 6\): it must"),
     ({"intervals": [(EIGHT[:7], EIGHT[:7] + 1)]}, "intervals has 7 positions: it must have 8, those of the queries"),
-    ({"intervals": [(EIGHT * 0, EIGHT), (EIGHT, EIGHT + 2)]}, "intervals ends at 9 at position 7: it must end at 8 at"),
+    ({"intervals": [(EIGHT * 0, EIGHT), (EIGHT, EIGHT + 3)]}, "intervals ends at 9 at position 6: it must end at 8 at"),
     ({"intervals": [(EIGHT % 3, EIGHT + 1)]}, r"intervals\[0\] is \[0, 4\) at position 3, after \[2, 3\) at position"),
-    ({"intervals": [(EIGHT, EIGHT + 1), (EIGHT // 4 * 4, EIGHT // 4 * 4 + 1)]}, r"intervals\[1\] overlaps"),
+    (
+        {"intervals": [(EIGHT * 0 + 4, EIGHT * 0 + 6), (EIGHT * 0, EIGHT)]},
+        r"intervals\[0\] overlaps intervals\[1\] at position 5: one begins at 4, and the other ends at 5",
+    ),
     ({"intervals": [(EIGHT - 1, EIGHT + 1)]}, r"intervals\[0\] begins at -1 at position 0: it must begin at 0 or"),
     *(
         (
@@ -268,6 +271,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Documents", {"cu_seqlens": [0, 4, 3]}, r"cu_seqlens\[2\] is 3 after 4: "),
     ("Documents", {"cu_seqlens": [0, 4.0]}, r"cu_seqlens is \[0, 4.0\]: it must be a list of integers"),
     ("Documents", {"cu_seqlens": torch.tensor([0.0, 4])}, r"float32 of shape \[2\]: it must be an integer tensor of"),
+    ("Documents", {"cu_seqlens": torch.tensor([0j, 4])}, r"cu_seqlens is torch.complex64 of shape \[2\]: it must"),
     ("Documents", {"cu_seqlens": torch.tensor([False, True])}, r"cu_seqlens is torch.bool of shape \[2\]: it must be"),
     ("Documents", {"cu_seqlens": torch.tensor([[0, 4]])}, r"cu_seqlens is torch.int64 of shape \[1, 2\]: it must be"),
     ("Documents", {"cu_seqlens": torch.zeros(2, device="meta").int()}, "cu_seqlens is on meta: it must be a list or a"),
@@ -302,6 +306,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("slices", {"slices": 3}, r"slices is 3: it must be a list of slices \(queries, keys, kind\)"),
     ("slices", {"slices": [((0, 2), (3, 2), "full")]}, r"slices\[0\] is .*\(3, 2\).*: it must be \(queries, keys"),
+    ("slices", {"slices": [((2, 0), (0, 2), "full")]}, r"slices\[0\] is .*\(2, 0\).*: it must be \(queries, keys"),
+    *(
+        ("slices", {"slices": [((0, 2), (0, 2), kind)]}, rf"slices\[0\] is .*{kind}\): it must be \(queries, keys")
+        for kind in (4, -1)
+    ),
     ("slices", {"slices": [((0, 2), (0, 2), "half")]}, r"slices\[0\] is .*'half'.*one of full, causal, inverse"),
     ("slices", {"slices": [((0, 9), (0, 2), 0)]}, r"slices\[0\] has queries up to 9: they must end at 8"),
     ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),

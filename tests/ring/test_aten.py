@@ -169,6 +169,7 @@ def test_arriving_keys_are_waited_for_last(local: bool, blockwise_only: bool) ->
     bounds_of_hop = Bounds(lo, lo + 3) if blockwise_only else FULL
     backend = ATEN.forward(q, softmax_scale=SCALE)
     backend.fold(k[:, :9], v[:, :9], bounds_of_hop, final=True)
+    assert backend.result()[1].is_contiguous()  # unlike the operator's lse
     back = ATEN.backward(dout, q, *backend.result(), None, softmax_scale=SCALE)
     accum = (torch.zeros(2, 9, 2, 16), torch.zeros(2, 9, 2, 16))
     recorder = Recorder()

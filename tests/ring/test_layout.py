@@ -158,6 +158,8 @@ def test_positions_become_few_spans(positions: list[int], spans: list[tuple[int,
         (torch.tensor([1.0]), r"positions_per_rank\[1\] is torch.float32 of shape \[1\] on cpu"),
         (torch.tensor([[1]]), r"positions_per_rank\[1\] is torch.int64 of shape \[1, 1\]"),
         ([1], r"positions_per_rank\[1\] is \[1\]: it must be an integer CPU tensor"),
+        (torch.zeros(1, device="meta").long(), r"positions_per_rank\[1\] is torch.int64 of shape \[1\] on meta"),
+        (torch.tensor([3, 1], dtype=torch.uint8), r"positions_per_rank\[1\] is not in ascending order"),
     ],
 )
 def test_wrong_positions_are_refused(positions: Any, message: str) -> None:
@@ -225,6 +227,8 @@ def test_the_index_of_a_layout_is_copied_to_a_device_once() -> None:
         for _ in range(3):
             layout.unshard(shards)
     assert copies.count == 1
+    on_cpu = layout.unshard([torch.zeros(1, 4), torch.ones(1, 4)])
+    assert on_cpu.tolist() == [[0.0, 1.0] * 4]  # with an index of its own
 
 
 def test_caches_filled_under_inference_mode_serve_training() -> None:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ringattn import Layout, LocalWorld, RectangleAttention, Ring, Supports, register_backend, ring_attention
 from ringattn.comm import LocalGroup, LocalTransport
-from ringattn.kernels import FULL, PLAIN, KernelConfig
+from ringattn.kernels import FULL, PLAIN, KernelConfig, Tile, hopper_backward_launch, hopper_forward_launch, launch_plan
+from ringattn.ring import BlockMask
 from ringattn.ring.local import fused, protocol, registry
 from ringattn.ring.local.protocol import FEATURES
 from ringattn.validators import short_repr
@@ -203,6 +204,19 @@ def test_unsupported_features_are_refused_before_anything_is_sent(
         refusals(kernel, (ValueError, NotImplementedError), text, **call)
 
 
+def test_the_check_of_a_kernel_gets_the_whole_call() -> None:
+    given: Any = []
+    kernel, config = Dense(), KernelConfig()
+    kernel.supports = Supports(features=FEATURES)
+    kernel.check = lambda q, v, **more: given.append((q, v, more))  # type: ignore[attr-defined]
+    q, k, v = torch.randn(3, 1, 8, 2, 8)
+    blocks = BlockMask(torch.ones(2, 2).bool(), 4)
+    ring_attention(q, k, v, block_mask=blocks, softcap=2.0, backend=kernel, config=config)
+    ((checked_q, checked_v, more),) = given
+    assert checked_q.equal(q) and checked_v.equal(v)
+    assert more.pop("scores").softcap == 2.0 and more == {"block": 4, "config": config}
+
+
 def test_a_gradient_through_lse_is_refused() -> None:
     kernel = RectangleAttention("sdpa", forward, backward, supports=Supports(), dlse_columns=0)
     refusals(kernel, ValueError, "backend 'sdpa' does not support a gradient through lse", return_lse=True)
@@ -348,7 +362,9 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
     for field, value in ((field, value) for field, values in fields.items() for value in values):
         with pytest.raises(ValueError, match=f"^{field} is {re.escape(short_repr(value))}: it must be a"):
             Supports(**{field: value})
-    for argument, value in {"forward": None, "backward": 3, "supports": None, "dlse_columns": 1}.items():
+    wrong: dict[str, tuple[Any, ...]] = {"forward": (None,), "backward": (3,), "supports": (None,)}
+    wrong |= {"dlse_columns": (1, True, -1, 2.0)}
+    for argument, value in ((argument, value) for argument, values in wrong.items() for value in values):
         with pytest.raises(ValueError, match=f"^{argument} is {value}: it must be"):
             RectangleAttention(**{"name": "mine", "forward": forward, "supports": Supports()} | {argument: value})  # type: ignore[arg-type]
     q = torch.randn(1, 4, 1, 8)
@@ -404,6 +420,31 @@ def test_the_triton_kernels_get_every_argument_and_sum_dq_in_fp32(monkeypatch: p
     assert [call["accum"] for call in others] == [None, first, first] and others[1]["out"] is first
     assert back.result() is others[2]["out"]
     assert dkdv == {"bounds": FULL, "scores": PLAIN, "accum": (k,), "out": (v,)}
+
+
+def test_the_triton_kernels_check_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Any = []
+    for home, name in (
+        (fused, "check_cpu"),
+        (launch_plan, "check_config"),
+        (hopper_forward_launch, "check_hopper_forward"),
+        (hopper_backward_launch, "check_hopper_backward"),
+        (launch_plan, "check_tiles"),
+    ):
+        monkeypatch.setattr(home, name, lambda *given, name=name: seen.append((name, *given)))
+    q, v = torch.arange(2.0)
+    tiles: dict[str, Any] = {
+        name: Tile(16 * 2**number, 64, 4, 2) for number, name in enumerate(("forward", "dq", "dkdv", "single_pass"))
+    }
+    config = KernelConfig(**tiles, forward_kernel="hopper", backward="hopper")
+    fused.TritonAttention().check(q, v, scores=PLAIN, block=16, config=config)
+    assert seen == [
+        ("check_cpu", (q,)),
+        ("check_config", config, q, v),
+        ("check_hopper_forward", q, v, PLAIN, tiles["forward"]),
+        ("check_hopper_backward", q, v, PLAIN, tiles["single_pass"]),
+        ("check_tiles", config, q, v, 16),
+    ]
 
 
 def test_a_factory_runs_once_for_all_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,8 @@ def test_spans_must_be_whole_blocks() -> None:
         blocks.check_layout("layout", fine)
     assert blocks.shard_blocks(all_on_one, 1, thirds, 1).equal(blocks.visible[:, 1:2])
     assert blocks.shard_blocks(thirds, 2, all_on_one, 0).shape == (1, 0)
+    wide = BlockMask(torch.ones(1, 3).bool(), 4)
+    assert wide.shard_blocks(Layout.contiguous(4, 1), 0, Layout.contiguous(12, 1), 0).shape == (1, 3)
     for layout, message in (
         (Layout.uneven([3, 7]), r"layout gives rank 0 the span \(0, 3, 1\): with block_mask every span must be a"),
         (Layout([[(0, 4)], [(6, 4)]]), r"layout gives rank 1 the span \(6, 4, 1\)"),

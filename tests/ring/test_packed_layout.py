@@ -285,6 +285,25 @@ def test_every_machine_computes_the_same_layout() -> None:
     assert repr(layout) == "<Layout of 1048576 tokens over 64 ranks, spans 16bd1c6dd8679e09>"
 
 
+LAYERS = [(Mask(), 2), (Mask(True, (511, 0)), 1)]
+MIXED = [473, 121, 1538, 101, 74, 872, 2918, 2735, 3083, 739, 240, 960]
+
+
+@pytest.mark.parametrize(
+    ("documents", "call", "lengths"),
+    [
+        ([94, 2, 571, 668, 2], {"speeds": [0.25, 1, 0.25, 0.01], "topology": Topology.grid(2, 2)}, (223, 891, 223, 0)),
+        (MIXED, {"masks": LAYERS}, (2302, 2315, 2307, 2264, 2307, 2359)),
+        ([4244, 8034, 1526, 6435], {"speeds": [0.5, 0.25, 1, 0.25], "heads_per_kv_head": 1}, (5248, 2012, 10468, 2511)),
+    ],
+)
+def test_every_machine_computes_the_same_layout_of_few_documents(
+    documents: list[int], call: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
+    """Leave a slow rank empty, share one layout between two masks, and trim ranks with too many tokens."""
+    assert Layout.packed(boundaries(documents), len(lengths), **call).lengths == lengths
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_attention_in_a_packed_layout_is_exact(world: int) -> None:
     cu_seqlens = [0, 7, 31, 33, 56]

@@ -167,7 +167,7 @@ def test_fragmented_shards_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> No
     layout, mask = Layout.contiguous(64, 4), Mask(window=(3, 0))
     assert sent_keys(layout, mask, layout).lengths == (3, 3, 3, 0)
     sent_keys.cache_clear()
-    monkeypatch.setattr(module, "MAX_EDGES", 7)
+    monkeypatch.setattr(module, "MAX_EDGES", 4 * 8 - 1)  # 8 edges and 4 ranks
     assert sent_keys(layout, mask, layout) == layout
     sent_keys.cache_clear()
 
