@@ -42,6 +42,7 @@ GIVEN = (DOUT, *QKV, LSE, LSE)
 STATE = floats(*DOUT.shape), LSE
 DQ, SUMS = floats(*Q.shape), (floats(*K.shape), floats(*V.shape))
 SQUARE = (Q, K, K)  # Hopper's kernels need equal head dims
+LONG = empty(2, 2048, 2, 64), empty(2, 2048, 2, 128)
 CONFIG = KernelConfig(Tile(16, 32, 1, 2), Tile(32, 64, 2, 3), Tile(64, 128, 8, 4))
 SPLIT = replace(CONFIG, dkdv_splits=2)
 SINGLE = replace(CONFIG, backward="single_pass", single_pass=Tile(128, 32, 4, 5))
@@ -104,6 +105,10 @@ CASES: dict[str, tuple[Run, list[tuple[str, int, dict[str, Any]]]]] = {
             ("reduce_kernel", 24, REDUCE | IN_PLACE),
         ],
     ),
+    "automatic splits": (
+        lambda: attention_dkdv(*GIVEN[:2], *LONG, LSE, LSE, config=replace(CONFIG, dkdv_splits="auto")),
+        [("dkdv_kernel", 128, DKDV_TILE | FRESH), ("reduce_kernel", 512, REDUCE | FRESH)],  # 64 key tiles, 132 SMs
+    ),
     "single pass": (
         lambda: [
             attention_gradients(*GIVEN, dq=DQ, accum=sums, out=out, config=SINGLE)
@@ -112,6 +117,16 @@ CASES: dict[str, tuple[Run, list[tuple[str, int, dict[str, Any]]]]] = {
         [
             ("single_pass_kernel", 12, SINGLE_TILE | sums | {"RAGGED": True})
             for sums in (FRESH, *(TO_CAST,) * 3, IN_PLACE)
+        ],
+    ),
+    "whole key tiles": (
+        lambda: [
+            attention_gradients(*GIVEN[:2], K[:, :64], V[:, :64], LSE, LSE, dq=DQ, config=SINGLE),
+            attention_gradients(Q, Q, *(LONG[0],) * 2, LSE, LSE, dq=DQ, config=HOPPER),
+        ],
+        [
+            ("single_pass_kernel", 8, SINGLE_TILE | FRESH | {"RAGGED": False}),
+            ("hopper_backward_kernel", 64, HOPPER_BACKWARD | FRESH | {"RAGGED": False}),
         ],
     ),
     "hopper": (
