@@ -303,9 +303,10 @@ def test_a_single_pass_is_used_if_measured_as_faster(
     assert (config is not None and config.backward == "single_pass_deterministic") == single
     for other in ({"plain": False}, {"block": 16}, {"full": False}):  # not measured, so not used
         assert backward_config(None, x.q, x.v, **how | other) is None
-    for other in ({"bounds": interval("causal", 24, 30)}, {"scores": Scores(softcap=2.0)}):
+    calls: list[dict[str, Any]] = [{"bounds": interval("causal", 24, 30)}, {"scores": Scores(softcap=2.0)}]
+    for call in calls:
         seen.clear()
-        attention_backward(x.dout, q.detach(), k.detach(), v.detach(), x.dout, x.dlse, **other)
+        attention_backward(x.dout, q.detach(), k.detach(), v.detach(), x.dout, x.dlse, **call)
         assert "dq_kernel" in seen
 
 

@@ -180,7 +180,7 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
     at_once = kernels.attention_gradients(*inputs, dq=total, config=SINGLE_PASS)
     alone = kernels.attention_backward(dout, q, *inputs[2:4], out, lse, dk=sums[0].float(), dv=sums[1].float(),
                                        config=SINGLE_PASS)  # fmt: skip
-    more_sums: dict[str, Tensor] = {"dq": total.clone(), "dk": more[0].float(), "dv": more[1].float()}
+    more_sums: dict[str, Any] = {"dq": total.clone(), "dk": more[0].float(), "dv": more[1].float()}
     kernels.attention_backward(dout, q, *inputs[2:4], out, lse, **more_sums, config=SINGLE_PASS)
     float_state = kernels.attention_forward(x.q, x.k[:, first], x.v[:, first], final=False)
     updated = kernels.attention_forward(x.q, x.k[:, second], x.v[:, second], state=float_state)
