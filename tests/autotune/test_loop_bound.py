@@ -184,7 +184,7 @@ def test_number_of_spills_that_the_gate_tolerates(changed: dict[str, Any], most:
 LISTING = """
 .text.kernel:
         /*0000*/                   MOV R1, c[0x0][0x28] ;
-        /*0010*/              @!P0 BRA `(.L_end) ;
+        /*0010*/                   BRA.U !UP0, `(.L_end) ;
 .L_head:
         /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4] ;
         /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8] ;
@@ -253,6 +253,7 @@ def test_one_wait_per_product_is_serialised() -> None:
     wait = "        /*0034*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
     (loop,) = matrix_loops(LISTING.replace("        /*0040*/", wait + "        /*0040*/"))
     assert loop.is_serialised and loop.waits == 2
+    assert loop_of(PRODUCT, WAIT, PRODUCT, WAIT, PRODUCT, PRODUCT, WAIT).is_serialised
 
 
 COUNTED = Path(__file__).with_name("forward_sm_90.sass").read_text()
