@@ -170,7 +170,7 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
         reading = run(default)
         reasons = ("power brake", "power cap") if rank == 0 else ("power cap", "power brake")
         assert reading.seconds == 0.25 and reading.throttled == reasons and reading.clocks == {"sm_mhz": 900.0}
-        assert steps == ["shards"] * 2, "a warm-up and a timed step"
+        assert steps == [1, "shards", "shards"], "one thread, a warm-up and a timed step"
         assert str(check(RingSetting(chunks=2))) == "ValueError: no such ring"
         assert str(check(RingSetting(chunks=8))) == "ImportError: no CuPy"
         assert check(RingSetting(chunks=4)) == "error of out"
@@ -192,6 +192,7 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
         "ring_error": lambda small, ring, *_: "error of out" if (ring.chunks, small.seqlen) == (4, 2 * 192) else None,
         "ring_candidate": lambda *_: SimpleNamespace(run=steps.append),
     }  # fmt: skip
+    monkeypatch.setattr(torch, "set_num_threads", steps.append)
     monkeypatch.setattr(AttentionConfig, "random_shard", lambda self, at, device: "shards" if at == rank else "others'")
     monkeypatch.setattr(nvml, "GpuReader", lambda device: lambda: readings)
     for name, stand_in in stand_ins.items():

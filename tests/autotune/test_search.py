@@ -91,6 +91,8 @@ def test_a_gain_within_the_spread_of_the_baseline_is_not_chosen() -> None:
     unequal = {"default": readings(*[1.0] * 14), "other": readings(*[0.3] * 5)}
     assert fastest_candidate(unequal, "default") == "default", "only the finalists of a complete search count"
     assert fastest_candidate(unequal, "default", complete=False) == "other"
+    late = {"default": readings(*[1.0] * 5, *[0.88] * 6), "other": readings(*[0.9] * 5)}
+    assert fastest_candidate(late, "default", complete=False) == "other", "compared by the first five runs"
     wide = {"default": steadily, "other": readings(0.5, 0.7, 0.9, 1.3, 1.5)}
     assert fastest_candidate(wide, "default") == "default", "the spread of the candidate counts, too"
 
