@@ -56,17 +56,23 @@ def test_the_gate_allows_all_memory_of_the_gpu() -> None:
 
 
 AMDGCN = """
+    s_cbranch_scc1 .LBB0_4
     v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
-.LBB0_1:
-    scratch_load_dwordx2 v[8:9], off, off offset:4
+.LBB0_1:                                ; =>This Inner Loop Header: Depth=1
+    .loc 1 105 0
+    scratch_load_dwordx2 v[8:9], off, off offset:4 ; 8-byte Folded Reload
+    scratch_store_dword off, v1, off offset:8
+    s_cbranch_vccnz .LBB0_3
     v_exp_f32_e32 v4, v5
     v_exp_f32_e32 v4, v5
+.LBB0_3:
     v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
     s_cbranch_scc0 .LBB0_1
 .LBB0_2:
     v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
     v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
     s_cbranch_scc0 .LBB0_2
+.LBB0_4:
     s_endpgm
     .amdhsa_float_denorm_mode_32 3
     .vgpr_count:     128
@@ -90,7 +96,7 @@ def test_resources_of_gpus_of_amd() -> None:
     assert (row["arch"], row["tile"], row["problems"], row["kernel"]) == ("gfx942", "128x128x8x2", "slow", "forward")
     (only,) = (loop for loop in loops if loop.matrix == 1)
     row = variant_row(replace(VARIANT, arch=0x942), replace(compiled, loops=(only,)), ["slow"])
-    assert (row["matrix"], row["instructions"], row["spills"], row["exponentials"]) == (1, 5, 1, 2)
+    assert (row["matrix"], row["instructions"], row["spills"], row["exponentials"]) == (1, 7, 2, 2)
 
 
 @pytest.mark.parametrize("gate", [False, True])
@@ -219,26 +225,6 @@ def test_the_inner_of_nested_loops_is_the_main_loop() -> None:
     )
     assert len([body for body in natural_loops(basic_blocks(nested)) if len(body) > 1]) == 2
     assert len(list(matrix_loops(nested))) == 1
-
-
-def test_loops_of_amdgcn() -> None:
-    """A label after the branch is not in the loop; scratch memory holds spills."""
-    (loop,) = matrix_loops("""
-    s_cbranch_scc1 .LBB0_3
-.LBB0_1:                                ; =>This Inner Loop Header: Depth=1
-    .loc 1 105 0
-    scratch_load_dwordx2 v[8:9], off, off offset:4 ; 8-byte Folded Reload
-    scratch_store_dword off, v1, off offset:8
-    s_cbranch_vccnz .LBB0_2
-    v_exp_f32_e32 v4, v5
-.LBB0_2:
-    v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
-    s_cbranch_scc0 .LBB0_1
-    v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
-.LBB0_3:
-    s_endpgm
-""")
-    assert (loop.matrix, loop.local, len(loop.lines)) == (1, 2, 6)
 
 
 def test_loops_behind_a_jump_through_a_table_are_found() -> None:

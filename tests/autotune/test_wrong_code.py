@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +179,8 @@ def test_the_gate_checks_the_code_of_two_assemblers(monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.setattr(gate, name, lambda *_, name=name: [f"problem of {name}"])
             assert f"problem of {name}" in gate.compile_variant(variant)[1]
+    monkeypatch.setattr(gate, "read_amdgcn", lambda launch, arch: gate.CompiledKernel(64, 0, 65_537, 0, (), arch=arch))
+    assert "65537 bytes of shared memory" in gate.compile_variant(replace(variant, arch=0x942))[1][0]
     assert assembler_version(newest) >= assembler_version(triton_assembler(90)) > (12,)
     problems = [gate.compile_variant(variant, assembler)[1] for assembler in (None, newest)]
     (extra,) = {*problems[1]} - {*problems[0]}

@@ -25,7 +25,7 @@ from ringattn.kernels import (
 )
 from ringattn.kernels.device.tiles import LaunchShape
 from ringattn.kernels.gpu import assumed_gpu
-from ringattn.kernels.warm_up import collect_launches
+from ringattn.kernels.warm_up import collect_launches, meta_like
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -177,3 +177,9 @@ def test_longest_tiles_first_counts_all_bytes_that_a_program_streams() -> None:
         (launch,) = collect_launches(assumed_gpu(90), partial(call, *inputs, config=config))
         (shape,) = (argument for argument in launch.arguments if isinstance(argument, LaunchShape))
         assert shape.order.l2_group == heads, call
+
+
+def test_recorded_tensors_have_the_strides_of_the_call() -> None:
+    x = torch.empty(2, 3, dtype=torch.float16).T
+    made = meta_like(x)
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((3, 2), (1, 3), x.dtype, "meta")
