@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import KernelConfig, Tile
 from .device.tiles import LaunchShape, TileOrder
-from .gpu import REGISTERS, gpu_or_interpreter
+from .gpu import REGISTERS, gpu_or_interpreter, gpu_specs
 from .launch import grid_size
 
 DEFAULT_SM_MARGIN = 16
@@ -90,10 +90,10 @@ def resolve_splits(config: KernelConfig | None, q: Tensor, k: Tensor, block_k: i
     requested = 1 if config is None else config.dkdv_splits
     if isinstance(requested, int):
         return requested
-    group = q.shape[2] // max(k.shape[2], 1)
-    if q.device.type != "cuda" or group == 1:
+    group, gpu = q.shape[2] // max(k.shape[2], 1), gpu_specs(k.device)
+    if gpu is None or group == 1:
         return 1
-    return choose_splits(grid_size(k.shape[1], block_k, k), group, gpu_or_interpreter(k.device).multiprocessors)
+    return choose_splits(grid_size(k.shape[1], block_k, k), group, gpu.multiprocessors)
 
 
 def split_shape(shape: LaunchShape, splits: int) -> LaunchShape:

@@ -168,6 +168,16 @@ def test_a_wrong_kernel_fails_with_a_reason(kernel: RectangleAttention, reason: 
     assert all(reason in verdict.reason for verdict in verdicts)
 
 
+def test_a_candidate_is_refused_for_its_own_dtype_and_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
+    supports = Supports(devices=("cpu",), dtypes=(torch.float16,), head_dims=(24,))
+    given = job(RectangleAttention(NAME, forward, own_kernels.backward, supports=supports))
+    for dtype, dim, reason in (("fp16", 24, ""), ("bf16", 24, "dtype torch.bfloat16"), ("fp16", 16, "head dim 16")):
+        found = adopt.find_refusal(fit := given._replace(dtype=dtype, head_dim=dim))
+        assert reason in found and bool(found) is bool(reason)
+    monkeypatch.setattr(adopt, "check_dlse_support", Mock(side_effect=ValueError("no gradient of lse\nat all")))
+    assert adopt.find_refusal(fit._replace(head_dim=24)) == "ValueError: no gradient of lse"
+
+
 @pytest.mark.parametrize("world", [1, 3])  # the first case, and the last
 def test_changing_last_bits_are_not_repeatable(world: int) -> None:
     kernel = stand_in(partial(unordered_forward, rows=SIZES.tokens // world))
@@ -262,12 +272,12 @@ def test_a_hang_or_crash_costs_only_its_candidate(function: Any, seconds: float,
 
 
 def test_a_failed_job_gets_the_next_one_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = list[int]()
+    begun = list[tuple[int, float]]()
 
     class CountedPool(InlinePool):
         def __init__(self, work: Any, workers: int, seconds: float) -> None:
             super().__init__(work)
-            begun.append(workers)
+            begun.append((workers, seconds))
 
         def run(self, jobs: Any, done: Any, left: Any = lambda: 1.0) -> None:
             super().run(jobs, done, left)
@@ -280,8 +290,8 @@ def test_a_failed_job_gets_the_next_one_a_new_process(monkeypatch: pytest.Monkey
     monkeypatch.setattr(adopt, "Pool", CountedPool)
     monkeypatch.setattr(adopt, "check_candidate", work)
     jobs = [CheckJob(KernelCandidate(options=(("backward", "hopper"),)), "bf16", dim, CPU) for dim in (64, 128, 64, 64)]
-    assert [verdict.reason for verdict in run_checks(jobs)] == ["slow", "the device is lost", "slow", "slow"]
-    assert begun == [1, 1]
+    assert [verdict.reason for verdict in run_checks(jobs, 9.0)] == ["slow", "the device is lost", "slow", "slow"]
+    assert begun == [(1, 9.0)] * 2
 
 
 def test_every_experimental_kernel_is_a_candidate() -> None:

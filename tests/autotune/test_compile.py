@@ -28,7 +28,7 @@ from ringattn.autotune.compile import (
 from ringattn.autotune.device_trials import DeviceTrials, check_lengths
 from ringattn.autotune.tile_space import ModelShape
 from ringattn.bench.common.errors import ErrorJudge
-from ringattn.kernels import KernelConfig, Tile, attention_backward, attention_forward
+from ringattn.kernels import KernelConfig, Tile, attention_forward
 from ringattn.kernels.scores import PLAIN
 from ringattn.kernels.tables import TUNED_KERNELS, TuningPoint, attach_options, tuned_options
 
@@ -44,7 +44,8 @@ def variant(kernel: str = "forward", **changed: Any) -> KernelVariant:
 @pytest.mark.parametrize("features", [(), FEATURES])
 @pytest.mark.parametrize("kernel", TUNED_KERNELS)
 def test_every_role_and_feature_of_a_kernel_is_launched(kernel: str, features: tuple[str, ...]) -> None:
-    roles = {role: variant(kernel, role=role, features=features).launch for role in ("only", "first", "middle", "last")}
+    more: dict[str, Any] = {"features": features, "sizes": CallSizes(2, 256, 1024, 8, 4)}  # more blocks of keys
+    roles = {role: variant(kernel, role=role, **more).launch for role in ("only", "first", "middle", "last")}
     assert len({launched.signature for launched in roles.values()}) == 4
     continued = {"forward": "HAS_STATE"}.get(kernel, "HAS_SUM")
     assert {role: launched.options[continued] for role, launched in roles.items()} == {
@@ -76,6 +77,7 @@ def test_sizes_that_triton_specializes_change_the_signature() -> None:
 def test_unsupported_hopper_variants(word: str, changed: dict[str, Any], message: str) -> None:
     (hopper,) = parse_variants(f"90:bf16:128:middle:{word}:full:gqa")
     assert hopper.launch.name == hopper.function == f"{word}_kernel"
+    assert str(hopper).startswith(f"{word} sm_90 bf16 D128 ") and str(hopper).endswith("2s middle full gqa")
     with pytest.raises(ValueError, match=message):
         _ = replace(hopper, **changed).launch
 
@@ -128,16 +130,10 @@ def test_launches_without_a_loop_feature() -> None:
         for word, has_max in (("", False), (":max_logits", True)):
             (forward,) = parse_variants(f"90:bf16:64:forward:{role}:full:gqa{word}")
             assert isinstance(forward.launch.arguments[-1], torch.Tensor) is has_max
+    (named,) = parse_variants("90:bf16:192/128:dq:last:bounded:mha:softcap:seqused_k:order=longest:64x32x4x2")
+    assert str(named) == "dq sm_90 bf16 D192/128 64x32 4w 2s last softcap seqused_k order=longest"
     (delta,) = parse_variants("90:bf16:64:delta")
     assert [x.dtype for x in delta.launch.arguments[2:4]] == [torch.float32] * 2, "with dlse"
-
-
-def test_all_launches_of_an_entry_point_are_recorded() -> None:
-    q, k = torch.empty(1, 64, 8, 64, device=META), torch.empty(1, 64, 2, 64, device=META)
-    lse = torch.empty(1, 8, 64, device=META)
-    config = KernelConfig(TILE, TILE, TILE, dkdv_splits=2)
-    launched = record_launches(attention_backward, 90, q, q, k, k, q, lse, config=config)
-    assert [launch.name for launch in launched] == ["delta_kernel", "dq_kernel", "dkdv_kernel", "reduce_kernel"]
 
 
 @pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED_KERNELS, (*MASKS, *MASKS, "full"), strict=True)])
@@ -209,6 +205,8 @@ def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str
 @pytest.mark.parametrize(("spec", "message"), [
     ("h100:bf16:64", "arch is 'h100': it must be one of 80"),
     ("75:bf16:64", "arch is '75': it must be one of 80, 86"),
+    *((spec, f"spec is '{spec}': it must be ARCH:DTYPE:D") for spec in ("90:bf16", ":bf16:64", "90:bf16:64/64/64")),
+    *((spec, f"spec is '{spec}': it must be .* from 1 to 512") for spec in ("90:bf16:0", "90:bf16:64/513")),
     ("90:bf16:64:128x128", "tile is '128x128': it must be QxKxWARPSxSTAGES"),
     ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE, where NAME is one of forward_kernel, loads"),
     ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ringattn.autotune import assemblers
 from ringattn.autotune import inspect as inspection
 from ringattn.autotune.cli_inspect import DEFAULT, app
 from ringattn.autotune.compile import KernelVariant, parse_variants
@@ -55,13 +56,17 @@ def test_specs_name_variants(specs: list[str], problems: list[str], tmp_path: Pa
     assert code == 0 and [row["variant"] for row in read_result(report).rows] == expected
 
 
-def test_gate_fails_if_a_variant_has_problems(problems: list[str]) -> None:
+def test_gate_fails_if_a_variant_has_problems(problems: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(assemblers, "newest_assembler", lambda: asked.append("for it"))
     for found, exit_code in (([], 0), ([WRONG], 1)):
         problems[:] = found
         assert run("90:bf16:128:dq:middle")[0] == 0
         code, output = run("90:bf16:128:dq:middle", "--gate")
         assert code == exit_code and (WRONG in output) == bool(found)
     assert "best: dq sm_90 bf16 D128" in output and output.index("best: ") < output.index("FAILED: ")
+    assert run("gfx942:bf16:128:delta", "--gate")[0] == 1
+    assert len(asked) == 2, "the gate of NVIDIA's kernels alone, because Triton for AMD may lack ptxas"
 
 
 def test_a_kernel_that_does_not_fit_fails_without_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,14 +102,17 @@ def test_damaged_files_are_skipped_with_a_warning(folders: Folders) -> None:
 def test_world_is_that_of_the_launcher(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call = ModelShape(4, 4, 64, 64), [64, 128], True, "cpu"
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    for world in (None, 4):
-        assert [(problem.world, problem.seqlen) for problem in ring_problems(*call, world)] == [(4, 256), (4, 512)]
-    with pytest.raises(typer.BadParameter, match="--world is 8: the launcher started 4 ranks; leave it out"):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for world in (None, 2):
+        assert [(problem.world, problem.seqlen) for problem in ring_problems(*call, world)] == [(2, 128), (2, 256)]
+    with pytest.raises(typer.BadParameter, match="--world is 8: the launcher started 2 ranks; leave it out"):
         ring_problems(*call, 8)
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ValueError, match="the launcher started 1 rank"):
         ring_problems(*call, None)
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert [ring_problems(*call[:3], device, None)[0].world for device in ("cpu", "cuda")] == [2, 8]
 
 
 @pytest.mark.nightly
@@ -129,10 +132,15 @@ def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
     assert ring_settings(entry.point, None, tmp_path) == entry.setting
 
 
-def test_every_rank_gets_the_error_of_the_first() -> None:
+def test_every_rank_gets_the_setting_or_the_error_of_the_first(tmp_path: Path) -> None:
+    save_ring(tmp_path, H200, ring_entry())
+
     def fn(group: Any) -> None:
+        gpu = None if group.rank() else H200  # the second rank's GPU has no table
+        assert shared_ring_settings(POINT, gpu, group, tmp_path) == CHUNKED
+        assert shared_ring_settings(POINT._replace(world=4), gpu, group, tmp_path) is None
         with pytest.raises(ValueError, match="config_dir is 'nowhere'"):
-            shared_ring_settings(POINT, None, group, "nowhere")
+            shared_ring_settings(POINT, None, group, tmp_path if group.rank() else "nowhere")
 
     on_ranks(2, fn)
 
@@ -153,7 +161,7 @@ class TwoRanks:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed, tried_settings = list[RingSetting](), list[Any]()
+    closed, tried_settings, steps = list[RingSetting](), list[Any](), list[Any]()
 
     def search(tried: Any, default: RingSetting, check: Any, run: Any, left: Any, on_run: Any) -> Any:
         tried_settings.append((tried, default))
@@ -162,15 +170,17 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
         reading = run(default)
         reasons = ("power brake", "power cap") if rank == 0 else ("power cap", "power brake")
         assert reading.seconds == 0.25 and reading.throttled == reasons and reading.clocks == {"sm_mhz": 900.0}
+        assert steps == [1, "shards", "shards"], "one thread, a warm-up and a timed step"
         assert str(check(RingSetting(chunks=2))) == "ValueError: no such ring"
+        assert str(check(RingSetting(chunks=8))) == "ImportError: no CuPy"
         assert check(RingSetting(chunks=4)) == "error of out"
         assert not closed
         return SearchResult(default, {default: [TimedRun(1e-3)] * 5}, {}, True)
 
     @contextmanager
     def open_ring(**arguments: Any) -> Iterator[Any]:
-        if arguments["chunks"] == 2:
-            raise ValueError("no such ring\nand more")
+        if arguments["chunks"] in (2, 8):
+            raise ValueError("no such ring\nand more") if arguments["chunks"] == 2 else ImportError("no CuPy")
         yield SimpleNamespace(transport="nccl", chunks=arguments["chunks"])
         closed.append(arguments["chunks"])
 
@@ -180,8 +190,10 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
         "open_control": lambda group: SimpleNamespace(scope=lambda name: TwoRanks(rank)),
         "Ring": open_ring, "search": search, "StepTimer": lambda device, team: lambda step: (step(), 0.25)[1],
         "ring_error": lambda small, ring, *_: "error of out" if (ring.chunks, small.seqlen) == (4, 2 * 192) else None,
-        "ring_candidate": lambda *_: SimpleNamespace(run=lambda shards: None),
+        "ring_candidate": lambda *_: SimpleNamespace(run=steps.append),
     }  # fmt: skip
+    monkeypatch.setattr(torch, "set_num_threads", steps.append)
+    monkeypatch.setattr(AttentionConfig, "random_shard", lambda self, at, device: "shards" if at == rank else "others'")
     monkeypatch.setattr(nvml, "GpuReader", lambda device: lambda: readings)
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(ring_search, name, stand_in)
@@ -190,7 +202,7 @@ def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ring_search, "search", lambda *_, **__: SearchResult(None, {}, {}, False))
     place = LaunchedRank(rank, 2, rank, 2)
     spent = ring_search.search_ring(place, torch.device("cpu"), problem, 1.0, tmp_path / "none")
-    assert "incomplete" in spent.notes[0] and not (tmp_path / "none").exists()
+    assert "incomplete" in spent.notes[0] and not spent.failed and not (tmp_path / "none").exists()
     point = RingPoint(2, 2, 1, 16, "fp32", "bounded", 32)
     assert tried_settings == [(candidate_settings(point, "cpu"), DEFAULT)] and sorted(closed) == [1, 4]  # type: ignore[type-var]
     assert "best: Ring(" in result.notes[-1] and len(read_ring_table(tmp_path, INTERPRETER_GPU)) == (rank == 0)
@@ -204,9 +216,7 @@ def test_problems_share_the_budget(alone: None, tmp_path: Path, monkeypatch: pyt
         return Result("tune --ring", ring_search.UNITS, [{"tokens": problem.seqlen}], notes=["found"])
 
     monkeypatch.setattr(ring_search, "run_process_group", run)
-    monkeypatch.setattr(
-        ring_search, "check_ranks_fit", lambda flag, problem, *_, **how: checked.append((flag, problem))
-    )
+    monkeypatch.setattr(ring_search, "check_ranks_fit", lambda *given, **how: checked.append((*given, how)))
     problems = ring_problems(ModelShape(6, 2, 16, 16, "fp16"), [64, 32], False, "cpu", 3)
     assert [(x.world, x.seqlen, x.heads, x.kv_heads, x.head_dim, x.dtype, x.causal, x.layout) for x in problems] == [
         (3, 3 * tokens, 6, 2, 16, "float16", False, "zigzag") for tokens in (64, 32)
@@ -216,7 +226,10 @@ def test_problems_share_the_budget(alone: None, tmp_path: Path, monkeypatch: pyt
     ]
     result = ring_search.tune_rings(problems, 90.0, tmp_path / "new")
     assert calls == [(3, ring_search.search_ring, problem, 45.0, tmp_path / "new", "cpu") for problem in problems]
-    assert checked == [("--seqlen", problem) for problem in problems] and result.notes == ["found"]
+    assert [(flag, problem, needed.keywords, how) for flag, problem, needed, how in checked] == [
+        ("--seqlen", problem, {"rings": 2}, {"per_rank": True}) for problem in problems
+    ]
+    assert result.notes == ["found"]
     assert [row["tokens"] for row in result.rows] == [192, 96] and result.provenance["versions"]
     (tmp_path / "new" / "cpu_rings.json").write_text("{")
     with pytest.raises(RefusedTable):
@@ -254,6 +267,10 @@ def test_report_of_a_search() -> None:
         ("auto", 5, "default"), ("nccl", 5, ""), ("nccl_one_sided", 0, "no such link")
     ]  # fmt: skip
     assert [(row.get("time"), row.get("spread")) for row in report.rows] == [(4.0, 0.0), (1.0, 0.0), (None, None)]
-    assert "incomplete" in report.notes[0] and "75.0% less than the default" in report.notes[-1]
+    assert "incomplete" in report.notes[0]
+    assert report.notes[-1].endswith(f"best: {CHUNKED}, 1 ms ± 0.0% a step, 75.0% less than the default")
+    assert ring_search_result(POINT, measured, used, Path("x.json")).notes[-1].endswith("no faster than the default")
+    alone = replace(measured, readings={CHUNKED: readings[CHUNKED]})
+    assert ring_table_entry(POINT, alone, "nccl").baseline == 1e-3, "the default does not run here"
     failed = ring_search_result(POINT, SearchResult(None, {}, {DEFAULT: "no such link"}, True), None, None)
     assert failed.failed == ["1024 tokens: no setting works here; see the column note for the reasons"]

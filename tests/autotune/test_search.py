@@ -91,6 +91,10 @@ def test_a_gain_within_the_spread_of_the_baseline_is_not_chosen() -> None:
     unequal = {"default": readings(*[1.0] * 14), "other": readings(*[0.3] * 5)}
     assert fastest_candidate(unequal, "default") == "default", "only the finalists of a complete search count"
     assert fastest_candidate(unequal, "default", complete=False) == "other"
+    late = {"default": readings(*[1.0] * 5, *[0.88] * 6), "other": readings(*[0.9] * 5)}
+    assert fastest_candidate(late, "default", complete=False) == "other", "compared by the first five runs"
+    wide = {"default": steadily, "other": readings(0.5, 0.7, 0.9, 1.3, 1.5)}
+    assert fastest_candidate(wide, "default") == "default", "the spread of the candidate counts, too"
 
 
 def test_throttled_runs_are_repeated() -> None:
@@ -125,6 +129,8 @@ def test_a_reading_keeps_only_throttling_reasons() -> None:
     clocks = {"sm_mhz": 1200, "throttled": ("idle", "power cap", "clocks set by the user")}
     assert TimedRun.from_nvml(0.25, clocks) == TimedRun(0.25, ("power cap",), {"sm_mhz": 1200.0})
     assert samples(readings(1.0, 2.0, 3.0)).median == 2.0
+    runs = [TimedRun(1.0, (), clocks) for clocks in ({"sm_mhz": 9.0}, {"sm_mhz": 1.0, "watts": 5.0}, {"sm_mhz": 2.0})]
+    assert median_clocks(runs) == {"sm_mhz": 2.0, "watts": 5.0, "throttled": ""}
 
 
 def test_unused_budget_is_shared_among_the_rest() -> None:

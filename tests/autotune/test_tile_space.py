@@ -55,10 +55,12 @@ def test_every_point_has_candidates_that_fit(arch: int) -> None:
     (Tile(128, 128, 4, 2), {}, 90, False),  # accumulators and scores of 128 x 128: 256 values per thread
     (Tile(128, 128, 4, 2), {}, 100, True),  # tensor memory holds the accumulators
     (Tile(64, 128, 4, 2), {"length": 64}, 90, False),  # a block is longer than the shard
+    (Tile(16, 16, 4, 1), {"head_dim_v": 512}, 90, True),  # 2 scores per thread are enough for wide heads
 ])  # fmt: skip
 def test_tiles_that_cannot_work_are_no_candidates(tile: Tile, changed: dict[str, Any], arch: int, worth: bool) -> None:
     assert is_worth_compiling(tile, POINT._replace(**changed), arch) is worth
     assert register_values(Tile(128, 128, 4, 2), POINT) / 128 == 256 > MAX_THREAD_VALUES
+    assert any(tile.block_q == 16 for tile in tile_candidates(POINT._replace(head_dim_v=512), 90))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,7 @@ def test_a_program_keeps_its_accumulators_and_scores(kernel: str, values: int) -
     ({"head_dim": 256, "head_dim_v": 256}, 90, {64: [2]}),
     ({"dtype": "fp32"}, 90, {}),
     ({"head_dim_v": 64}, 90, {}),
+    ({"head_dim": 96, "head_dim_v": 96}, 90, {}),
     ({}, 100, {}),
 ])  # fmt: skip
 def test_hopper_forward_candidates(changed: dict[str, Any], arch: int, stages: dict[int, list[int]]) -> None:
@@ -142,6 +145,7 @@ def test_points_of_a_model() -> None:
 @pytest.mark.parametrize(("made", "message"), [
     (lambda: ModelShape(6, 4, 64, 64), "heads is 6: it must be a multiple of kv_heads, 4"),
     (lambda: ModelShape(6, 0, 64, 64), "heads is 6"),
+    (lambda: ModelShape(0, 4, 64, 64), "heads is 0"),
     (lambda: ModelShape(4, 4, 64, 513), "value_dim is 513: it must be between 1 and 512"),
     (lambda: ModelShape(4, 4, 64, 64, "fp8"), "dtype is 'fp8': it must be one of bf16, fp16, fp32"),
     (lambda: model_points(ModelShape(1, 1, 64, 64), [8192, 0], causal=True), "seqlen is [8192, 0]: it must have"),

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from ringattn.autotune.tune import (
 )
 from ringattn.bench.common.result import Result
 from ringattn.comm.cuda_threads import HIGH_PRIORITY
+from ringattn.comm.topology import nvml
 from ringattn.kernels import Tile, default_config, launch_plan, tables
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
 from ringattn.kernels.tables import KERNELS, TUNED_KERNELS, TuningPoint, read_table, tuned_options
@@ -89,6 +91,7 @@ def test_invalid_arguments_are_refused(
     (None, None, False, "sm_90", False),
     (H200, "sm_90", False, "NVIDIA H200", True),
     (H200, None, True, "NVIDIA H200", False),
+    (H200, "sm_90", True, "sm_90", False),
     (H200, "sm_80", False, "sm_80", False),
 ])  # fmt: skip
 def test_target_gpu(
@@ -130,13 +133,15 @@ def test_every_option_reaches_the_search(tmp_path: Path, alone: None, monkeypatc
     calls: Any = []
     result = Result("tune", {})
     monkeypatch.setattr(cli_tune, "resolve_target", lambda *how: calls.append(how) or (H200, CPU, ""))
-    monkeypatch.setattr(tune, "tune", lambda config, *_: calls.append(config) or result)
+    monkeypatch.setattr("ringattn.bench.common.ranks.cores", lambda: 7)
+    monkeypatch.setattr(tune, "tune", lambda config, workers, _: calls.append(config) or (workers == 7 and result))
     monkeypatch.setattr(ring_search, "ring_problems", lambda *how: how)
     monkeypatch.setattr(ring_search, "tune_rings", lambda *how: calls.append(how) or result)
     model = ["--heads", "12", "--kv-heads", "4", "--head-dim", "64", "--dtype", "fp16", "--seqlen", "32,16", "--full"]
     model += ["--save-dir", str(tmp_path), "--budget", "20"]
     tiles = ["--value-dim", "32", "--arch", "sm_80", "--kernels", "dq,single_pass", "--compile-only", "--tiles", "3"]
-    assert run_command(*model, *tiles).exit_code == 0
+    done = run_command(*model, *tiles, "--csv", "-")
+    assert done.exit_code == 0 and "combinations" not in done.output, "CSV alone"
     shape = ModelShape(12, 4, 64, 32, "fp16")
     assert calls == [
         ("sm_80", True), TuneConfig(shape, (32, 16), False, H200, CPU, tmp_path, 20.0, ("dq", "single_pass"), 3)
@@ -317,7 +322,7 @@ def test_measured_tiles_become_the_defaults(folders: Folders, monkeypatch: pytes
     assert {*tiles} == {*TUNED_KERNELS} and all(getattr(config_now, kernel) == tiles[kernel] for kernel in KERNELS)
 
 
-def test_a_point_has_a_row_and_the_run_has_notes() -> None:
+def test_a_point_has_a_row_and_the_run_has_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     point, default, best, plain = (
         TuningPoint("dq", "bf16", 64, 64, 2, "full", 64),
         *(Tile(n, 64, 4, 2) for n in (16, 32, 64)),
@@ -359,8 +364,10 @@ def test_a_point_has_a_row_and_the_run_has_notes() -> None:
         tune.tuning_notes([left], None)[-1].startswith("--budget")
         and "estimates only" in tune.tuning_notes([unmeasured], None)[-1]
     )
+    monkeypatch.setattr(nvml, "driver_version", lambda: "580.1")
     entry = table_entry(measured)
     assert (entry.seconds, entry.spread, entry.beside, entry.baseline) == (2e-3, 0.25, 4e-3, 4e-3)
+    assert entry.driver == "580.1"
     estimate = table_entry(unmeasured)
     assert estimate.estimated and (estimate.tile, estimate.bound, estimate.bound_by) == (best, 61.5, "%")
     for made in (entry, estimate):
@@ -389,9 +396,9 @@ def test_a_kernel_without_a_valid_tile_fails_the_run(folders: Folders, monkeypat
 
 
 def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(folders[0], kernels=("forward",))
-    compiled = compile_points(config, open_journal(config), InlinePool(), ignore_progress)  # type: ignore[arg-type]
-    broken = compiled[0].ranked.tiles[1]
+    config = config_of(folders[0], kernels=("forward",), lengths=(64, 128))
+    point, other = compile_points(config, open_journal(config), InlinePool(), ignore_progress)  # type: ignore[arg-type]
+    broken = next(tile for tile in point.ranked.tiles if tile in other.ranked.tiles)
 
     class Breaks(SimulatedGpu):
         def find_error(self, tile: Tile) -> str | None:
@@ -399,7 +406,8 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders, monke
                 raise torch.AcceleratorError("an illegal memory access\nand more")
             return super().find_error(tile)
 
-    def measured(gpu: GpuSpec) -> Any:
+    def measured(gpu: GpuSpec, *compiled: PointResult) -> Any:
+        compiled = compiled or (point,)
         return measure_points(replace(config, gpu=gpu), compiled, open_journal(config), ignore_progress)
 
     simulate(monkeypatch, Breaks(slow))
@@ -407,6 +415,8 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders, monke
         measured(H200)
     (entry,) = measured(H200)
     assert entry.search_result.errors == {broken: "AcceleratorError: an illegal memory access"}
+    with pytest.raises(torch.AcceleratorError):
+        measured(H200, other)  # the tile may work at another point
     with pytest.raises(torch.AcceleratorError):
         measured(assumed_gpu(90, "NVIDIA H100 80GB HBM3"))
     monkeypatch.setattr(tune, "installed_driver", lambda: "another")
@@ -433,38 +443,41 @@ def test_a_correct_tile_passes_and_is_timed(kernel: str, mask: str, small_check:
     assert reading.seconds > 0 and reading.throttled == () and reading.seconds_with_transfer is None
 
 
-def add_error(results: Any) -> Any:
+def add_error(results: Any, **_: Any) -> Any:
     (results if isinstance(results, torch.Tensor) else results[0])[0, 3, 0, 1] += 1e-3
     return results
 
 
-def raise_out_of_resources(results: Any) -> Any:
+def add_dq_error(results: Any, *, dq: torch.Tensor, **_: Any) -> Any:
+    add_error(dq)
+    return results
+
+
+def break_device(results: Any, **_: Any) -> Any:
+    raise torch.AcceleratorError("an illegal memory access")
+
+
+def raise_out_of_resources(results: Any, **_: Any) -> Any:
     raise RuntimeError("out of resource: shared memory\nand more")
 
 
 @pytest.mark.parametrize(("kernel", "name", "wrong", "message"), [
-    ("forward", "attention_forward", lambda results: (results[0] * torch.nan, results[1]), "error of out is nan"),
+    ("forward", "attention_forward", lambda results, **_: (results[0] * torch.nan, results[1]), "error of out is nan"),
     ("forward", "attention_forward", raise_out_of_resources, r"RuntimeError: out of resource: shared memory$"),
     ("dq", "attention_dq", add_error, r"error of dq is 0\.00\d*, but PyTorch's is "),
+    ("dq", "attention_dq", break_device, ""),
     ("single_pass", "attention_gradients", add_error, r"error of dk is 0\.00\d*, but PyTorch's is "),
+    ("single_pass", "attention_gradients", add_dq_error, r"error of dq is 0\.00\d*, but PyTorch's is "),
 ])  # fmt: skip
 def test_wrong_results_are_reported(
     kernel: str, name: str, wrong: Callable[[Any], Any], message: str, small_check: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     real = getattr(compile_, name)
-    monkeypatch.setattr(compile_, name, lambda *args, **how: wrong(real(*args, **how)))
+    monkeypatch.setattr(compile_, name, lambda *args, **how: wrong(real(*args, **how), **how))
     trials = DeviceTrials(TuningPoint(kernel, "fp32", 16, 16, 2, "full", 40), SHAPE, CPU)
-    assert re.match(message, str(trials.find_error(Tile(16, 16, 4, 1))))
-
-
-def test_a_device_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(trials: DeviceTrials, tile: Tile) -> None:
-        raise torch.AcceleratorError("an illegal memory access")
-
-    monkeypatch.setattr(DeviceTrials, "_results", breaks)
-    with pytest.raises(torch.AcceleratorError):
-        DeviceTrials(TuningPoint("forward", "fp32", 16, 16, 2, "full", 40), SHAPE, CPU).find_error(Tile(16, 16, 4, 1))
+    with nullcontext() if message else pytest.raises(torch.AcceleratorError):  # then the device is unusable
+        assert re.match(message, str(trials.find_error(Tile(16, 16, 4, 1))))
 
 
 def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,6 +517,9 @@ def test_a_gpu_times_another_run_during_a_transfer(monkeypatch: pytest.MonkeyPat
     stream = ("stream", HIGH_PRIORITY)
     run = ["launch", stream, "launch"]
     assert log == ["launch", "launch", ("copy", "cuda", 1000), stream, "launch", *run], "one size for all"
+    log.clear()
+    trials.run(Tile(16, 32, 4, 1))
+    assert log == ["launch", *run], "another tile is compiled before it is timed"
 
 
 def test_shards_of_the_check_are_no_multiples_of_tiles_unless_the_binary_needs_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,10 @@ PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24"  # accumulator R24 
     ((f"{PRODUCT}, gsb0", "HGMMA.64x64x16.F32.BF16 R80, gdesc[UR8], R80, gsb0", WAIT.replace("0x0", "0x1"),
       "FADD R24, R24, R4", "FADD R80, R80, R4"), "an accumulator is used by /*0004*/ FADD R80"),
     ((f"{PRODUCT}, gsb0", "HGMMA.64x64x16.F32.BF16 R80, R24, gdesc[UR8], R80, gsb0"), "an accumulator is used by"),
+    ((f"{PRODUCT}, gsb0", "STSM.16.M88.4 [R60], R21", WAIT), "an accumulator is used by"),
+    ((f"{PRODUCT}, gsb0", "LDG.E R60, desc[UR4][R23.64]", WAIT), "an accumulator is used by"),
+    # an accumulator of 16 bits has half as many registers, R24 to R39
+    ((f"{PRODUCT.replace('F32.BF16', 'F16')}, gsb0", "FADD R60, R40, R61", WAIT), ""),
 ])  # fmt: skip
 def test_registers_in_flight(instructions: tuple[str, ...], hazard: str) -> None:
     found = wgmma_hazards(listing(*instructions))
@@ -153,6 +158,8 @@ def test_known_miscompiles(
     (known,) = [known for known in KNOWN_MISCOMPILES if known.matches(ttgir)]
     (found,) = known_miscompiles(ttgir, arch)
     assert known.issue in found and change[0] in ttgir
+    other = ttgir.replace("bf16", "f16").replace("local_alloc", "local_store")
+    assert known_miscompiles(other, arch) == [found]
     assert known_miscompiles(ttgir.replace(*change), arch) == known_miscompiles(ttgir, 80) == []
     monkeypatch.setattr("triton.__version__", fixed)
     assert known_miscompiles(ttgir, arch) == []
@@ -168,6 +175,12 @@ def test_the_gate_checks_the_code_of_two_assemblers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gate, "assemble", lambda ptx, assembler: b"")
     monkeypatch.setattr(gate, "disassemble", lambda cubin: LISTING.replace(WAIT, "NOP"))
     newest = newest_assembler()
+    for name in ("gate_problems", "hopper_problems", "in_place_races", "known_miscompiles"):
+        with monkeypatch.context() as patch:
+            patch.setattr(gate, name, lambda *_, name=name: [f"problem of {name}"])
+            assert f"problem of {name}" in gate.compile_variant(variant)[1]
+    monkeypatch.setattr(gate, "read_amdgcn", lambda launch, arch: gate.CompiledKernel(64, 0, 65_537, 0, (), arch=arch))
+    assert "65537 bytes of shared memory" in gate.compile_variant(replace(variant, arch=0x942))[1][0]
     assert assembler_version(newest) >= assembler_version(triton_assembler(90)) > (12,)
     problems = [gate.compile_variant(variant, assembler)[1] for assembler in (None, newest)]
     (extra,) = {*problems[1]} - {*problems[0]}

@@ -33,6 +33,7 @@ from ringattn.kernels import (
     quantize,
 )
 from ringattn.kernels.compile_target import CompileTarget, compiling_for
+from ringattn.kernels.config import FIELD_CHOICES
 from ringattn.kernels.device.backward import delta_kernel
 from ringattn.kernels.gpu import assumed_gpu
 
@@ -77,12 +78,15 @@ INPUTS: dict[str, dict[str, Any]] = {
     r"k is on meta and q is on cpu: .* same device": {"k": zeros(2, 6, 2, 16, device=META)},
     r"k has batch size 3 and q has 2: they must be equal": {"k": zeros(3, 6, 2, 16)},
     r"q has head dim 513: it must be between 1 and 512": {"q": zeros(2, 8, 4, 513)},
+    r"k has head dim 0: it must be between 1 and 512": {"k": zeros(2, 6, 2, 0)},
     r"k has head dim 32 and q has 16: they must be equal": {"k": zeros(2, 6, 2, 32)},
     r"v has shape \[2, 6, 1, 24\] and k has \[2, 6, 2, 16\]: .* must be equal": {"v": zeros(2, 6, 1, 24)},
     "k has 3 heads and q has 4: .* must be a multiple of the heads of k$": {
         "k": zeros(2, 6, 3, 16),
         "v": zeros(2, 6, 3, 24),
     },
+    "k has 2 heads and q has 0: .* must be a multiple of the heads of k$": {"q": zeros(2, 8, 0, 16)},
+    "k has 0 heads and q has 4: .* of the heads of k$": {"k": zeros(2, 0, 0, 16), "v": zeros(2, 0, 0, 24)},
     r"k has 6 heads and q has 8: .* pass q\.transpose\(1, 2\)": {
         "q": zeros(2, 4, 8, 16),
         "k": zeros(2, 2, 6, 16),
@@ -94,9 +98,10 @@ INPUTS: dict[str, dict[str, Any]] = {
         rf"softmax_scale is {value!r}: it must be a number from 1e-30 to 1e30".replace("+", r"\+"): {
             "softmax_scale": value
         }
-        for value in (-1.0, 1e-31, 1e31)
+        for value in (-1.0, 1e-31, 1e31, True)
     },
     r"^bounds has only one of lo and hi: pass both vectors, or FULL$": {"bounds": Bounds(None, INDEX)},
+    r"^bounds has only one of lo and hi": {"bounds": Bounds(INDEX, None)},
 }
 
 
@@ -133,10 +138,11 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"bounds": blocks(1, 1, device=META)}, "bounds.block_sparse is on meta"),
     ({"bounds": blocks(1, 1, block=24)}, "block size 24: it must be a multiple of 16"),
     ({"bounds": blocks(1, 1), "config": tiles(16, 32)}, "config.forward has block_q=16 and block_k=32: "),
-    ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be"),
+    *(({"scores": Scores(softcap=cap)}, f"softcap is {cap}: it must be") for cap in (-1.0, True)),
     *(({"scores": Scores(softcap=cap)}, f"softcap is {cap}: it must be".replace("+", ".")) for cap in (1e-9, 1e31)),
     *(({"scores": Scores(dropout_p=p)}, f"dropout_p is {p}: it must be") for p in (1.0, -0.1, True)),
     ({"scores": Scores(dropout_seed=1 << 64)}, "dropout_seed is 18446744073709551616"),
+    *(({"scores": Scores(dropout_seed=seed)}, f"dropout_seed is {seed}: it") for seed in (-1, 0.5)),  # type: ignore[arg-type]
     ({"scores": Scores(alibi_slopes=zeros(3))}, r"alibi_slopes is torch.float32 of shape \[3\] .* \[4\] or \[2, 4\]"),
     ({"scores": Scores(alibi_slopes=0.5)}, "alibi_slopes is float: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"scores": DROPS}, "scores.q_positions is None: ALiBi"),
@@ -222,7 +228,8 @@ def test_every_tensor_argument_is_checked(
     launched.clear()
     for argument, part, x in tensors(arguments):
         name = argument if part is None else f"{argument}[{part}]" if isinstance(part, int) else part
-        for changed in unfit(name, x, outputs):
+        other_dtype = [x.half()] if name == "dout" and "q" in arguments else []  # delta takes any
+        for changed in (*unfit(name, x, outputs), *other_dtype):
             message = None if name in ("q", "v", "x", "out") else re.escape(name)
             with compiling_for(GPU), pytest.raises(ValueError, match=message):  # meta tensors stand for another GPU's
                 call(**arguments | {argument: exchange(arguments[argument], part, changed)})
@@ -235,11 +242,14 @@ def test_dk_and_dv_are_passed_together() -> None:
 
 TILE = Tile(32, 32, 4, 1)
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"order": "longst"}, "order is 'longst': it must be one of heads, longest"),
-    ({"pack_gqa": None}, "pack_gqa is None: it must be True or False"),
+    *(({name: "x"}, f"{name} is 'x': it must be one of {', '.join(words)}") for name, words in FIELD_CHOICES.items()),
+    *(({name: None}, f"{name} is None: it must be True or False") for name in ("pack_gqa", "persistent")),
     ({"dq": (64, 64, 4, 2)}, r"dq is \(64, 64, 4, 2\): it must be a Tile or None"),
+    ({"single_pass": 64, "backward": "single_pass"}, "single_pass is 64: it must be a Tile or None"),
     ({"sm_margin": 4}, "sm_margin is 4 and persistent is False: "),
+    ({"sm_margin": -1, "persistent": True}, "sm_margin is -1 and persistent is True: "),
     ({"forward_kernel": "hopper", "pack_gqa": True}, "pack_gqa is True: forward_kernel='hopper' needs order='heads'"),
+    ({"forward_kernel": "hopper", "order": "longest"}, "order is 'longest', .* forward_kernel='hopper' needs"),
     *(({"dkdv_splits": n}, "dkdv_splits is .*: it must be 'auto' or a divisor") for n in (0, True, "2")),
     ({"dkdv_splits": 2, "backward": "single_pass"}, "dkdv_splits is 2 with backward='single_pass': it needs"),
     ({"dkdv_epilogue": "descriptors", "backward": "hopper"}, "with backward='hopper': it needs backward='two_pass'"),

@@ -52,7 +52,7 @@ from .test_compiled import compiling
 pytestmark = pytest.mark.usefixtures("poison")
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="of the interpreter, or of no GPU")
-TILES, POINTERS = tiles(32, 16), tiles(32, 32)  # with 16 keys a phase of the loop has several tiles
+TILES, POINTERS = tiles(32, 16), tiles(16, 32)  # with 16 keys a phase of the loop has several tiles
 DESCRIPTORS = replace(POINTERS, dkdv_epilogue="descriptors")
 SIZES = Sizes(20, 45, head_dim=16, head_dim_v=32, heads=4, kv_heads=2, batch=2)  # the last tile has 13 of 32 keys
 SMALL = replace(SIZES, heads=2, kv_heads=1)
@@ -229,6 +229,7 @@ def test_launches_compile() -> None:
         (None, {}, "q is on cpu: dkdv_epilogue='descriptors' supports only GPUs of compute capability 9.0 or higher"),
         (assumed_gpu(80), {}, "q is on cpu, sm_80: dkdv_epilogue='descriptors' supports only GPUs"),
         (assumed_gpu(90), {"head_dim_v": 8}, "v has head dim 8: dkdv_epilogue='descriptors' supports only powers of"),
+        (assumed_gpu(90), {"head_dim": 24, "head_dim_v": 16}, "q has head dim 24: .* supports only powers of two"),
         (assumed_gpu(90), {"head_dim_v": 512}, "v has head dim 512: .* supports only powers of two from 16 to 256"),
         (assumed_gpu(90), {}, "d[v] has strides .*: dkdv_epilogue='descriptors' supports only addresses"),
     ],

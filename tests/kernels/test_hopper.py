@@ -21,6 +21,7 @@ from triton._C.libtriton import ir
 from ringattn.autotune import gate as compiled_gate
 from ringattn.kernels import (
     FULL,
+    PLAIN,
     BlockSparseIndex,
     Bounds,
     KernelConfig,
@@ -38,6 +39,7 @@ from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.gpu import REGISTERS, assumed_gpu, shared_limit
 from ringattn.kernels.hopper import backward as backward_kernels
 from ringattn.kernels.hopper import step_order
+from ringattn.kernels.single_pass import SinglePassLauncher
 
 from ..support import gluon_stand_in, kernel_cases
 from ..support.baselines import Results
@@ -321,6 +323,7 @@ REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
     (forward, Inputs(*(t.expand(3, *t.shape[1:]) for t in SMALL)), {}, "q has strides .* positive"),
     (forward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* supports only plain scores"),
     (forward, SMALL, with_tile(64, 128, 8, 2), "block_q=64"),
+    (forward, SMALL, with_tile(128, 128, 4, 2), "num_warps=4: .* num_warps=8"),
     (forward, SMALL, with_tile(128, 32, 8, 2), "block_k=32"),
     (forward, SMALL, with_tile(128, 64, 8, 1), "num_stages=1: .* at least 2"),
     (forward, SMALL, with_tile(128, 128, 8, 8), "shared memory"),
@@ -333,6 +336,8 @@ REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
     ),
     (call_backward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* supports only plain scores"),
     (call_backward, SMALL, {"config": backward_config(Tile(64, 128, 8, 2))}, "block_q=64, .* only block_q=128"),
+    (call_backward, SMALL, {"config": backward_config(Tile(128, 64, 8, 2))}, "block_k=64 .* block_k=128"),
+    (call_backward, SMALL, {"config": backward_config(Tile(128, 128, 4, 2))}, "num_warps=4: .* num_warps=8"),
     (call_backward, SMALL, {"config": backward_config(Tile(128, 128, 8, 4))}, "shared memory at head dim 64"),
 ]
 
@@ -389,11 +394,18 @@ def test_unsupported_hops_run_on_the_portable_kernels(
         monkeypatch.setattr(f"ringattn.kernels.{module}.launch", lambda *a, **options: calls.append(options))
     forward(SMALL, HOPS[kind])
     assert [(call["BLOCK_Q"], call["BLOCK_K"], call["num_warps"]) for call in calls] == [(128, 64, 8)]
-    call_backward(SMALL, bounds=HOPS[kind])
     forward(SMALL._replace(k=SMALL.k[:, :0], v=SMALL.v[:, :0]))
-    assert len(calls) == 3 and not launches.machines
+    no_queries = SMALL._replace(q=SMALL.q[:, :0], dout=SMALL.dout[:, :0], dlse=SMALL.dlse[:, :, :0])
+    call_backward(no_queries)
+    forward(no_queries)
+    assert len(calls) == 4 and not launches.machines
     with pytest.raises(ValueError, match="float16 and bfloat16"):
         forward(FLOAT32, HOPS[kind])
+    q, k, v, dout, lse = (x.to(DEVICE) for x in SMALL)
+    launcher = SinglePassLauncher(dout, q, lse, lse, zero_dq(SMALL), 1.0, backward_config())
+    for bounds in (FULL, HOPS[kind], FULL):  # the same slots in hops of another kind
+        launcher(k, v, bounds=bounds.to(DEVICE), scores=PLAIN, accum=None, out=(k.clone(), v.clone()))
+    assert len(calls) == 5 and (ON_HOPPER or len(launches.machines) == 2)
 
 
 def test_descriptors_are_cached_per_tensor_and_block() -> None:
@@ -514,7 +526,10 @@ def order_problems(listing: str) -> list[str]:
         (order_problems, STEP.format(EXP * 32).replace("0x1", "0x0"), ["0 of 1 main loops start a product before the"]),
         (compiled_gate.handoff_problems, HANDED, []),
         (compiled_gate.handoff_problems, HANDED.replace("cp.async.bulk.tensor", "ld.global"), ["no TMA loads"]),
+        (lambda code: compiled_gate.order_problems(code, 1, 128), STEP.format(EXP * 63), ["63 of 63 exponentials"]),
         (compiled_gate.handoff_problems, HANDED.replace("240", "168"), ["setmaxnreg is [24, 168]"]),
+        (compiled_gate.handoff_problems, HANDED.replace("24;", "40;"), ["setmaxnreg is [40, 240]"]),
+        (compiled_gate.handoff_problems, HANDED + HANDED.split("128;")[1], ["a slot is released before all"]),
         (compiled_gate.handoff_problems, HANDED.replace("bar.sync 0, 128;", ""), ["a slot is released before all"]),
         (compiled_gate.handoff_problems, HANDED.replace("mbarrier.arrive", "x"), ["no slot is released"]),
         (compiled_gate.unfenced_stores, FENCED, []),

@@ -25,7 +25,7 @@ from ringattn.kernels import (
 )
 from ringattn.kernels.device.tiles import LaunchShape
 from ringattn.kernels.gpu import assumed_gpu
-from ringattn.kernels.warm_up import collect_launches
+from ringattn.kernels.warm_up import collect_launches, meta_like
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -42,6 +42,7 @@ GIVEN = (DOUT, *QKV, LSE, LSE)
 STATE = floats(*DOUT.shape), LSE
 DQ, SUMS = floats(*Q.shape), (floats(*K.shape), floats(*V.shape))
 SQUARE = (Q, K, K)  # Hopper's kernels need equal head dims
+LONG = empty(2, 2048, 2, 64), empty(2, 2048, 2, 128)
 CONFIG = KernelConfig(Tile(16, 32, 1, 2), Tile(32, 64, 2, 3), Tile(64, 128, 8, 4))
 SPLIT = replace(CONFIG, dkdv_splits=2)
 SINGLE = replace(CONFIG, backward="single_pass", single_pass=Tile(128, 32, 4, 5))
@@ -104,6 +105,10 @@ CASES: dict[str, tuple[Run, list[tuple[str, int, dict[str, Any]]]]] = {
             ("reduce_kernel", 24, REDUCE | IN_PLACE),
         ],
     ),
+    "automatic splits": (
+        lambda: attention_dkdv(*GIVEN[:2], *LONG, LSE, LSE, config=replace(CONFIG, dkdv_splits="auto")),
+        [("dkdv_kernel", 128, DKDV_TILE | FRESH), ("reduce_kernel", 512, REDUCE | FRESH)],  # 64 key tiles, 132 SMs
+    ),
     "single pass": (
         lambda: [
             attention_gradients(*GIVEN, dq=DQ, accum=sums, out=out, config=SINGLE)
@@ -112,6 +117,16 @@ CASES: dict[str, tuple[Run, list[tuple[str, int, dict[str, Any]]]]] = {
         [
             ("single_pass_kernel", 12, SINGLE_TILE | sums | {"RAGGED": True})
             for sums in (FRESH, *(TO_CAST,) * 3, IN_PLACE)
+        ],
+    ),
+    "whole key tiles": (
+        lambda: [
+            attention_gradients(*GIVEN[:2], K[:, :64], V[:, :64], LSE, LSE, dq=DQ, config=SINGLE),
+            attention_gradients(Q, Q, *(LONG[0],) * 2, LSE, LSE, dq=DQ, config=HOPPER),
+        ],
+        [
+            ("single_pass_kernel", 8, SINGLE_TILE | FRESH | {"RAGGED": False}),
+            ("hopper_backward_kernel", 64, HOPPER_BACKWARD | FRESH | {"RAGGED": False}),
         ],
     ),
     "hopper": (
@@ -162,3 +177,9 @@ def test_longest_tiles_first_counts_all_bytes_that_a_program_streams() -> None:
         (launch,) = collect_launches(assumed_gpu(90), partial(call, *inputs, config=config))
         (shape,) = (argument for argument in launch.arguments if isinstance(argument, LaunchShape))
         assert shape.order.l2_group == heads, call
+
+
+def test_recorded_tensors_have_the_strides_of_the_call() -> None:
+    x = torch.empty(2, 3, dtype=torch.float16).T
+    made = meta_like(x)
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((3, 2), (1, 3), x.dtype, "meta")

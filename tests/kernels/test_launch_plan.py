@@ -182,6 +182,8 @@ def test_a_launch_uses_the_tile_tuned_for_its_mask_and_keys(gpu: Folders) -> Non
         assert resolve_tile("forward", None, q, v, **how) == tile
         assert resolve_tile("forward", fixed, q, v, **how) == SMALL
     assert resolve_tile("forward", None, q, v, block=1024) == default
+    oblong = built_in_config(90, q.dtype, 128).dkdv
+    assert resolve_tile("dkdv", None, q, v, block=1024) == oblong == Tile(32, 64, 4, 1)
     assert [default_config(q, v, full=full).forward for full in (True, False)] == [TILE, OTHER]
     save(own := gpu[0] / "own", entry(tile=OTHER))
     assert default_config(q, v, config_dir=own).forward == OTHER
@@ -215,11 +217,15 @@ def test_plans_do_not_depend_on_earlier_launches(gpu: Folders) -> None:
         assert [planned(made, launch) for launch in launches[::order]] == fresh[::order]
 
 
-def test_a_backward_ignores_the_tile_of_the_forward() -> None:
+def test_a_backward_ignores_the_tile_of_the_forward(seen: Seen) -> None:
     x, config = inputs(SIZES), KernelConfig(forward=Tile(32, 32, 4, 1), dq=SMALL, dkdv=SMALL)
     bounds = Bounds(None, None, None, BlockSparseIndex(torch.ones(1, 1, dtype=torch.bool), 48))
     zero = torch.zeros_like(x.dout), x.q, x.k, x.v, x.dout, torch.zeros(SIZES.batch, 4, 24)
     assert not attention_backward(*zero, bounds=bounds, config=config)[0].any()
+    seen.clear()
+    with pytest.raises(ValueError, match=r"config\.dkdv has block_q=32 and block_k=32: .* block size, 48"):
+        attention_backward(*zero, bounds=bounds, config=replace(config, dkdv=Tile(32, 32, 4, 1)))
+    assert not seen, "all tiles are checked before the first launch"
 
 
 def test_alignment_is_checked_once_per_pair_of_slots() -> None:
@@ -297,9 +303,11 @@ def test_a_single_pass_is_used_if_measured_as_faster(
     assert (config is not None and config.backward == "single_pass_deterministic") == single
     for other in ({"plain": False}, {"block": 16}, {"full": False}):  # not measured, so not used
         assert backward_config(None, x.q, x.v, **how | other) is None
-    seen.clear()
-    attention_backward(x.dout, q.detach(), k.detach(), v.detach(), x.dout, x.dlse, bounds=interval("causal", 24, 30))
-    assert "dq_kernel" in seen
+    calls: list[dict[str, Any]] = [{"bounds": interval("causal", 24, 30)}, {"scores": Scores(softcap=2.0)}]
+    for call in calls:
+        seen.clear()
+        attention_backward(x.dout, q.detach(), k.detach(), v.detach(), x.dout, x.dlse, **call)
+        assert "dq_kernel" in seen
 
 
 def test_requested_single_pass_uses_its_measured_tile(gpu: Folders) -> None:
@@ -418,9 +426,10 @@ def test_default_tiles_are_those_of_the_last_survey() -> None:
     assert sha256(repr(tiles).encode()).hexdigest()[:16] == "118cd8f5170db4cf"
 
 
-def test_the_larger_head_dim_decides_the_default_tile() -> None:
-    forward = default_config(torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 256)).forward
-    assert forward is not None and forward.block_q == 32
+@pytest.mark.parametrize("dims", [(16, 256), (256, 16)])
+def test_the_larger_head_dim_decides_the_default_tile(dims: tuple[int, int], gpu: Folders) -> None:
+    q, v = (torch.zeros(1, 1, 1, dim) for dim in dims)
+    assert default_config(q, v) == built_in_config(90, q.dtype, 256) != built_in_config(90, q.dtype, 16)
 
 
 def test_few_query_rows_take_all_columns_of_v() -> None:

@@ -43,7 +43,7 @@ def positions(length: int) -> Tensor:
 
 def scores() -> Scores:
     places = {"q_positions": positions(24), "k_positions": positions(40)}
-    return Scores(3.0, torch.rand(2), 0.3, 2**64 - 9, 1, places["q_positions"], places["k_positions"])
+    return Scores(3.0, torch.rand(2), 0.3, 2**63, 1, places["q_positions"], places["k_positions"])
 
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -180,9 +180,12 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
     at_once = kernels.attention_gradients(*inputs, dq=total, config=SINGLE_PASS)
     alone = kernels.attention_backward(dout, q, *inputs[2:4], out, lse, dk=sums[0].float(), dv=sums[1].float(),
                                        config=SINGLE_PASS)  # fmt: skip
+    more_sums: dict[str, Any] = {"dq": total.clone(), "dk": more[0].float(), "dv": more[1].float()}
+    kernels.attention_backward(dout, q, *inputs[2:4], out, lse, **more_sums, config=SINGLE_PASS)
     float_state = kernels.attention_forward(x.q, x.k[:, first], x.v[:, first], final=False)
     updated = kernels.attention_forward(x.q, x.k[:, second], x.v[:, second], state=float_state)
-    return [out, lse, dq, dk, dv, last, *more, *sums, total, *at_once, *alone, *float_state, *updated]
+    sums_at_once = more_sums.values()
+    return [out, lse, dq, dk, dv, last, *more, *sums, total, *at_once, *alone, *sums_at_once, *float_state, *updated]
 
 
 def test_every_entry_in_a_graph_equals_eager() -> None:

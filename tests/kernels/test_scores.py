@@ -50,11 +50,10 @@ def modified_by(scores: Scores, x: Inputs) -> ReferenceModifiers:
     """Return the reference's modification of scores and weights."""
     if scores.q_positions is None or scores.k_positions is None:
         return ReferenceModifiers(scores.softcap)
-    named = ("softcap", "alibi_slopes", "dropout_p", "dropout_seed")
+    named = ("softcap", "alibi_slopes", "dropout_p", "dropout_seed", "first_head")
     options: Any = {name: value for name in named if (value := getattr(scores, name)) is not None}
-    shape = (x.q.shape[0], scores.first_head + x.q.shape[2], x.q.shape[1], x.k.shape[1])
-    made = ReferenceModifiers.from_scores(shape, scores.q_positions, scores.k_positions, options)
-    return made if made.factors is None else made._replace(factors=made.factors[:, scores.first_head :])
+    shape = (x.q.shape[0], x.q.shape[2], x.q.shape[1], x.k.shape[1])
+    return ReferenceModifiers.from_scores(shape, scores.q_positions, scores.k_positions, options)
 
 
 def compare(made: Results, x: Inputs, bounds: Bounds, scores: Scores) -> None:
@@ -77,7 +76,7 @@ SCORES: dict[str, dict[str, Any]] = {
     "alibi by batch row": {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)])},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 0x9E3779B97F4A7C15},
     "nearly all dropped": {"dropout_p": 0.999, "dropout_seed": 3},
-    "all": {"softcap": 3.0, "alibi_slopes": SLOPES, "dropout_p": 0.1, "dropout_seed": 17, "first_head": 4},
+    "all": {"softcap": 3.0, "alibi_slopes": SLOPES, "dropout_p": 0.1, "dropout_seed": 17, "first_head": 2**16 + 4},
 }
 QUERIES, KEYS = 40, 45
 SIZES = Sizes(queries=QUERIES, keys=KEYS, heads=2, batch=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,6 +25,7 @@ from ringattn.kernels import (
 )
 from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.single_pass import dq_add_order, key_tile_visits
+from ringattn.kernels.warm_up import collect_launches
 
 from ..support import descriptor_stand_in
 from ..support.kernel_cases import KINDS, Inputs, Sizes, check, cycle_values, inputs, interval, narrow_keys
@@ -121,6 +123,10 @@ def test_tma_adds_the_same_dq_as_atomics(head_dim: int, mode: str, monkeypatch: 
     assert all(map(torch.equal, *results))
     dq = torch.zeros(2, 20, 2, head_dim + 1)[..., :-1]
     assert single_pass.make_dq_descriptor(dq, Tile(16, 32, 4, 1)) is None, "TMA takes no odd strides"
+    fit = torch.zeros(2, 20, 2, head_dim)
+    assert single_pass.make_dq_descriptor(fit[:, :0], Tile(16, 32, 4, 1)) is None, "nothing to add to"
+    monkeypatch.setattr(single_pass, "gpu_specs", lambda device: assumed_gpu(80))
+    assert single_pass.make_dq_descriptor(fit, Tile(16, 32, 4, 1)) is None
 
 
 def narrowed(kind: str, queries: int, keys: int) -> Bounds:
@@ -199,10 +205,14 @@ def test_arguments_that_are_refused(change: dict[str, Any], message: str, monkey
         attention_gradients(**{**call, "dq": torch.zeros(1, 40, 1, 16), "config": config("single_pass"), **change})
 
 
-def test_strides_beyond_32_bits_are_refused() -> None:
-    dq = torch.empty(1, 40, 2**27, 1, device="meta")
-    with pytest.raises(ValueError, match=r"dq has strides .*: a tile of 16 queries must lie within 2\^31 elements"):
-        single_pass.check_tile_span("dq", dq, Tile(16, 32, 4, 1))
+@pytest.mark.parametrize("name", ["q", "dout", "dq"])
+def test_strides_beyond_32_bits_are_refused(name: str) -> None:
+    given = {key: torch.empty(1, 40, 1, 16, device="meta") for key in ("dout", "q", "k", "v", "dq")}
+    lse, far = torch.empty(1, 1, 40, device="meta"), torch.empty(1, 40, 2**23, 16, device="meta")[:, :, :1]
+    call: dict[str, Any] = given | {"lse": lse, "delta": lse, name: far, "config": config("single_pass")}
+    with pytest.raises(ValueError, match=rf"{name} has strides .*: a tile of 16 queries must lie within 2\^31"):
+        collect_launches(assumed_gpu(90), partial(attention_gradients, **call))
+    single_pass.check_tile_span(name, far[:, :1], Tile(16, 32, 4, 1))
 
 
 @pytest.mark.compiles("kernels/single_pass.py", "tests/support/launch_arguments.py")

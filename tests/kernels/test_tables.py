@@ -68,13 +68,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"entries__1": table()["entries"][0]}, "two entries have the same kernel"),
     ({"entries__0__kernel": "rm -rf /"}, "entries[0]: 'rm -rf /' is not one of forward, dq, dkdv"),
     ({"entries__0__mask": "causal"}, "entries[0]: 'causal' is not one of full, bounded"),
-    ({"entries__0__length": 0}, "length are 128, 128, 4 and 0: they must be at least 1"),
+    *(({f"entries__0__{x}": 0}, "head_dim, head_dim_v, group and") for x in (*POINT._fields[2:5], "length")),
     ({"entries__0__tile": BIG}, "at least 524,288 bytes of shared memory, but a block has only 232,448"),
     ({"entries__0__tile__block_q": 48}, "entries[0].tile: block_q is 48: it must be a power of two"),
     ({"entries__0__tile__block_q": 1024}, "tile.block_q and tile.block_k are 1024 and 64: they must be at most 512"),
     ({"entries__0__tile__block_k": 1024}, "tile.block_q and tile.block_k are 64 and 1024: they must be at most 512"),
     ({"entries__0__tile": ...}, "entries[0].tile is None"),
     ({"entries__0__estimated": True}, "estimated is True and seconds is 0.001"),
+    ({"entries__0__seconds": None}, "estimated is False and seconds is None: "),
     ({"entries__0__seconds": 0}, "seconds is 0: seconds must be null for an estimate"),
     ({"entries__0__options": {"forward_kernel": "hopper", "persistent": True}}, "entries[0]: order is 'heads'"),
     ({"entries__0__options": {"dkdv_splits": 2}}, "dkdv_splits is 2: forward has no such option or value"),
@@ -187,17 +188,17 @@ def test_estimates_are_used_on_request_only(folders: Folders) -> None:
 
 def test_a_table_of_an_older_triton_is_used_with_one_warning(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     user, package = folders
-    save(package, entry(tile=OTHER), triton=(3, 5))
-    older = save(user, entry(), triton=(3, 6))
-    save(user, entry(tile=OTHER), triton=(3, 8))
-    monkeypatch.setattr(tables, "triton_version", lambda: (3, 7))
+    save(package, entry(tile=OTHER), triton=(3, 9))
+    older = save(user, entry(), triton=(3, 10))
+    save(user, entry(tile=OTHER), triton=(3, 12))
+    monkeypatch.setattr(tables, "triton_version", lambda: (3, 11))
     with pytest.warns(UserWarning) as warned:
         assert found() == TILE
         assert found(1024) == TILE
     (message,) = {str(warning.message) for warning in warned}
     assert len(warned) == 1
-    assert f"no tuned tiles for Triton 3.7 at {user / 'nvidia-h200_triton-3.7.json'}" in message
-    assert f"using those for 3.6 in {older}" in message
+    assert f"no tuned tiles for Triton 3.11 at {user / 'nvidia-h200_triton-3.11.json'}" in message
+    assert f"using those for 3.10 in {older}" in message
     monkeypatch.setattr(tables, "triton_version", lambda: (3, 4))
     tables.clear_table_cache()
     assert found() is None, "newer versions do not serve"

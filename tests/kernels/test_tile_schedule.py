@@ -97,7 +97,7 @@ def test_dkdv_uses_the_fewest_splits_that_fill_the_gpu(monkeypatch: pytest.Monke
     ):
         assert choose_splits(programs, group, 132) == parts
     assert choose_splits(16, 5, 20) == 1, "full enough, although five parts would use all multiprocessors"
-    monkeypatch.setattr(tile_schedule, "gpu_or_interpreter", lambda device: assumed_gpu(90))
+    monkeypatch.setattr(tile_schedule, "gpu_specs", lambda device: assumed_gpu(90) if device.type == "cuda" else None)
     for requested, heads, device, made in (("auto", 16, "cuda", 2), ("auto", 16, "cpu", 1), (4, 16, "cuda", 4)):
         q, k = (SimpleNamespace(shape=(1, 8192, n, 128), device=torch.device(device)) for n in (heads, 1))
         assert tile_schedule.resolve_splits(choose(dkdv_splits=requested), q, k, 128) == made  # type: ignore[arg-type]

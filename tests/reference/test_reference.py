@@ -58,6 +58,8 @@ def test_large_scores_do_not_overflow() -> None:
 
 SHAPES: list[tuple[list[tuple[int, ...]], str]] = [
     ([(2, 3, 4), (2, 3, 1, 4), (2, 3, 1, 4)], r"q has shape \[2, 3, 4\]"),
+    ([(2, 3, 1, 4), (2, 3, 1, 4), (2, 3, 4)], r"v has shape \[2, 3, 4\]"),
+    ([(2, 3, 3, 4), (2, 3, 0, 4), (2, 3, 0, 4)], "k has 0 heads and q has 3"),
     ([(2, 3, 3, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "k has 2 heads and q has 3"),
     ([(1, 3, 2, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "batch and head dim"),
     ([(2, 3, 2, 4), (2, 3, 2, 5), (2, 3, 2, 4)], "batch and head dim"),
@@ -68,6 +70,7 @@ AT = torch.arange(4)
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"causal": True}, "q has 3 tokens and k has 4"),
     ({"alibi_slopes": torch.ones(2)}, "q has 3 tokens and k has 4"),
+    ({"dropout_p": 0.5, "dropout_seed": 1}, "q has 3 tokens and k has 4"),
     ({"causal": True, "q_positions": AT[:3]}, "both, or neither"),
     ({"causal": True, "q_positions": AT, "k_positions": AT}, "q_positions has shape"),
     ({"dropout_p": 0.5, "q_positions": AT[:3], "k_positions": AT}, r"dropout_p is 0\.5 without dropout_seed"),
@@ -112,6 +115,7 @@ FEATURES["all"] = {name: value for feature in FEATURES.values() for name, value 
 }
 
 FEATURES |= {
+    "window without causal": {"window_size": (3, 2), "islands": [(1, 9)], "prefix_length": 9},
     "padding on the left": {"leftpad_k": [2, 0]},
     "keys that are there": {"key_mask": torch.arange(2 * TOKENS).view(2, TOKENS) % 3 > 0},
     "documents by batch row": {"cu_seqlens": [[0, 5, TOKENS], [0, 2, 9, TOKENS]]},
