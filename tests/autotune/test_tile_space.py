@@ -55,6 +55,7 @@ def test_every_point_has_candidates_that_fit(arch: int) -> None:
     (Tile(128, 128, 4, 2), {}, 90, False),  # accumulators and scores of 128 x 128: 256 values per thread
     (Tile(128, 128, 4, 2), {}, 100, True),  # tensor memory holds the accumulators
     (Tile(64, 128, 4, 2), {"length": 64}, 90, False),  # a block is longer than the shard
+    (Tile(32, 32, 8, 1), {"length": 32}, 90, True),  # 4 scores per thread, but there are no more
     (Tile(16, 16, 4, 1), {"head_dim_v": 512}, 90, True),  # 2 scores per thread are enough for wide heads
 ])  # fmt: skip
 def test_tiles_that_cannot_work_are_no_candidates(tile: Tile, changed: dict[str, Any], arch: int, worth: bool) -> None:
