@@ -123,6 +123,8 @@ def test_wrong_or_unwritten_fp8_codes_are_counted(monkeypatch: pytest.MonkeyPatc
         out.view(torch.uint8)[0, 3, 0, 2] ^= 1
 
     assert not any(wrong().values())
+    ours, other = torch.tensor([[0.0, torch.nan, 1.0], [-0.0, -torch.nan, 1.0]])
+    assert device_cases.count_differing_bits(ours, other) == 1  # the sign of zero counts, that of NaN does not
     x = device_cases.fp8_inputs((1, 130, 2, 8), torch.float16)
     assert x.isnan().any() and x.isinf().any() and 0 < (x == 0).float().mean() < 0.5
     assert not x.is_contiguous() and x.stride(-1) == 1

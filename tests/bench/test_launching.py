@@ -66,7 +66,7 @@ def test_rank_is_read_from_launcher_variables(
 
 def test_ranks_of_a_machine_share_cores(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags, "cores", lambda: 16)
-    assert flags.rank_threads(8) == 2
+    assert flags.rank_threads(8) == 2 and flags.rank_threads(17) == 1
     for name, value in zip(LAUNCHERS[0], ("5", "8", "1", "4"), strict=True):
         monkeypatch.setenv(name, value)
     assert flags.rank_threads(8) == 4 and flags.rank_threads(2) == 8  # a ring of the first two ranks

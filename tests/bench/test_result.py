@@ -46,6 +46,7 @@ def test_constant_columns_of_wide_tables_are_printed_once() -> None:
     rows: list[Row] = [{"edge": edge, "GB/s": 12.5, "checked": "", "remark": edge * 9} for edge in ("0 -> 1", "1 -> 0")]
     wide, narrow = Result("", FOUND.units, rows).text(100).splitlines(), Result("", FOUND.units, rows).text(70)
     assert wide[0].split() == ["edge", "GB/s", "GB/s", "remark"]  # empty columns are left out
+    assert Result("", {"wrong": ""}, [{"wrong": 0}]).text().split() == ["wrong", "0"]
     assert narrow.splitlines()[0] == "GB/s 12.5 GB/s" and narrow.splitlines()[1].split() == ["edge", "remark"]
 
 

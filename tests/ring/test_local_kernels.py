@@ -204,6 +204,12 @@ def test_unsupported_features_are_refused_before_anything_is_sent(
         refusals(kernel, (ValueError, NotImplementedError), text, **call)
 
 
+def test_a_kernel_without_a_backward_computes_parameters_under_no_grad() -> None:
+    q, k, v = torch.randn(3, 1, 8, 2, 8).requires_grad_().unbind()
+    with torch.no_grad():
+        torch.testing.assert_close(ring_attention(q, k, v, backend=BARE), ring_attention(q, k, v))
+
+
 def test_the_check_of_a_kernel_gets_the_whole_call() -> None:
     given: Any = []
     kernel, config = Dense(), KernelConfig()
