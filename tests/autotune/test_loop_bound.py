@@ -400,6 +400,7 @@ COMPILED = CompiledKernel(64, 0, 2560, 0, (LISTED,), arch=90, threads=128)
     (90, 255, 163_840, 0, 256, 1),
     (90, 128, 32_768, 0, 256, 2),  # limited by registers: 64 K / (128 x 256)
     (90, 32, 100_000, 0, 128, 2),  # limited by shared memory: 228 KB per SM
+    (90, 32, 116_000, 0, 128, 1),  # the system takes 1 KB more per block
     (86, 16, 0, 0, 1024, 1),  # limited by 48 warps
     (80, 16, 0, 0, 32, 32),  # limited by the number of blocks
     (90, 168, 0, 0, 384, 1),
