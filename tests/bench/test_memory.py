@@ -380,6 +380,7 @@ def test_memory_that_grows_fails(last: int, code: int, alone: None, monkeypatch:
 def test_worlds_within_a_launcher() -> None:
     assert memory_bench.resolve_worlds(None, None) == [2, 4, 8] and memory_bench.resolve_worlds(None, [3]) == [3]
     place = LaunchedRank(0, 6, 0, 6)
-    assert memory_bench.resolve_worlds(place, None) == [2, 4, 6] and memory_bench.resolve_worlds(place, [3, 6]) == [3, 6]
+    assert memory_bench.resolve_worlds(place, None) == [2, 4, 6]
+    assert memory_bench.resolve_worlds(place, [3, 6]) == [3, 6]
     with pytest.raises(typer.BadParameter, match="--world is 8: it must be at most 6"):
         memory_bench.resolve_worlds(place, [2, 8])

@@ -8,6 +8,7 @@ import logging
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,13 @@ def test_auto_takes_the_transport_with_the_highest_preference(name: str, caplog:
         assert open_transport(device="cpu").reason == "auto selected local; not counting: no link"
     assert f"rank 0 of 1, tensors on cpu: auto selected {name}" in caplog.messages
     assert f'rank 0: transport "auto" skips {name}: no link' in caplog.messages
+
+
+def test_auto_takes_an_own_transport_where_no_other_serves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    register_transport(name, Opener())  # the default preference is the last that auto takes
+    assert open_transport(device="cpu").name == "local"
+    monkeypatch.setitem(registry._REGISTRY, "local", replace(registry.find_transport("local"), preference=-1))
+    assert open_transport(device="cpu").name == name
 
 
 def fails(mistake: Callable[[], Any], opener: Opener, group: Any, device: torch.device, **opening: Any) -> Any:

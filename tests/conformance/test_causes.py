@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -142,6 +143,15 @@ def test_a_wrong_gradient_of_unequal_shards_has_no_known_cause(name: str, needs_
     shards, limits = torch.arange(case.tokens).split([16, 11]), dict.fromkeys(GRADIENTS, 1e-5)
     evidence = Evidence(case, case.inputs(), actual, shards, exact, limits, torch.ones(()), "")
     assert causes.find_cause(evidence, lambda case: pytest.fail("a probe runs")) == causes.NO_CAUSE
+
+
+def test_lse_in_base_2_is_named_with_a_sink_of_several_ranks() -> None:
+    case = Case(layout="uneven", scores="sink", gradients="none")
+    exact = attend_plainly(case.inputs(), case.call())
+    actual = {"out": exact["out"], "lse": exact["lse"] / math.log(2)}
+    shards, limits = torch.arange(case.tokens).split([16, 11]), dict.fromkeys(actual, 1e-5)
+    evidence = Evidence(case, case.inputs(), actual, shards, exact, limits, torch.ones(()), "")
+    assert causes.find_cause(evidence, lambda case: pytest.fail("a probe runs")) == causes.BASE_2
 
 
 def test_more_results_than_out_and_lse_are_ignored() -> None:

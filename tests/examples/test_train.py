@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -396,3 +396,17 @@ def test_rings_divide_the_ranks_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dist, "get_world_size", lambda: 6)
     with pytest.raises(JobError, match="--data is 4: it must divide the number of ranks, 6"):
         train_on_mesh(replace(TINY, data=4, batch=4), b"", CPU)
+
+
+def test_ranks_of_a_mesh_take_the_rows_of_their_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, mesh = Mock(), MagicMock()
+    mesh.get_local_rank.side_effect = {"data": 1, "context": 2}.get
+    monkeypatch.setattr(dist, "get_world_size", lambda: 6)
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(train, "init_device_mesh", lambda *args, **names: mesh)
+    monkeypatch.setattr(train, "Ring", Mock())
+    monkeypatch.setattr(train, "open_ring", lambda ring, job: nullcontext((Layout.contiguous(12, 3), None)))
+    monkeypatch.setattr(train, "Training", training)
+    train_on_mesh(replace(TINY, data=2, batch=4), b"", CPU)
+    part = training.call_args.args[3]
+    assert (part.rank, part.rows, part.positions.tolist()) == (5, slice(2, 4), [8, 9, 10, 11])

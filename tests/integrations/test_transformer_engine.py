@@ -177,6 +177,7 @@ def test_packed_inputs_and_checkpointing(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = DotProductAttention(HEADS, DIM, qkv_format="bshd")(q, k, v)
     for times, named in (
         (1, {"qkv_layer": torch.stack([q, k, v], -3)}),
+        (1, {"qkv_layer": torch.stack([q, k, v], -2), "qkv_interleave_dim": -2}),
         (1, {"query_layer": q, "kv_layer": torch.stack([k, v], -2), "qkv_interleave_dim": -2}),
         (2, {"query_layer": q, "key_layer": k, "value_layer": v, "checkpoint_core_attention": True}),
     ):
