@@ -45,9 +45,17 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and the statements in it without their expressions, which are most of a tree."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from statements(child)
+
+
 def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
     """Yield the absolute dotted names that a module of ``package`` imports, lazily or not."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         yield from imported(node, package)
 
 
@@ -240,7 +248,7 @@ def unclear_docstrings(tree: ast.Module) -> Iterator[str]:
 
     A class or module may open with All, One or Every.
     """
-    for node in ast.walk(tree):
+    for node in statements(tree):
         text = (ast.get_docstring(node) or "") if isinstance(node, Definition | ast.Module) else ""
         match = UNCLEAR_OPENINGS.match(text.lstrip("`*"))
         if match and (isinstance(node, ast.FunctionDef) or match[1] not in ("All", "One", "Every")):
@@ -264,7 +272,7 @@ def test_docstrings_say_what_the_code_does() -> None:
 def test_public_names_are_unique() -> None:
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     trees = {str(path): parsed(path) for path in paths}
-    functions = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    functions = (node for tree in trees.values() for node in statements(tree) if isinstance(node, ast.FunctionDef))
     assert sorted({node.name for node in functions if node.name.endswith("_of")}) == []
     assert repeated_names(trees) <= SAME_NAMES
 
