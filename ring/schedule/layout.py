@@ -379,9 +379,10 @@ class Layout:
             if positions.device.type != "cpu" or positions.dim() != 1 or positions.dtype not in INTEGER_DTYPES:
                 got = f"{positions.dtype} of shape {list(positions.shape)} on {positions.device}"
                 raise ValueError(f"{name} is {got}: it must be an integer CPU tensor of shape [S]")
-            if (positions.long().diff() < 1).any():  # a difference of uint8 would wrap around
+            positions = positions.long()  # a difference of uint8 would wrap around
+            if (positions.diff() < 1).any():
                 raise ValueError(f"{name} is not in ascending order. Sort the rank's positions.")
-            spans.append(_spans(positions.long()))
+            spans.append(_spans(positions))
         return cls(spans)
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,7 @@ def test_a_worker_that_fails_is_replaced(link: Link, seconds: float, result: Any
         assert link.log[:2] == [("send", "a"), ("poll", min(seconds, 20.0))]
         assert (pool._own.worker is None) is ends and ("kill" in link.log) is (ends and not link.answers)
         for left in (0.0, 99.0):
-            assert pool._result("b", lambda left=left: left) is None and ("send", "b") not in link.log  # type: ignore[misc]
+            assert pool._result("b", partial(float, left)) is None and ("send", "b") not in link.log
             pool._closed = True
 
 

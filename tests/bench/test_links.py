@@ -374,8 +374,8 @@ def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytes
         lambda ranks, config: configs.extend((ranks, config)) or Result("bench links", {}),
     )
     launched = transport == "nccl"  # on two machines
-    for name, value in zip(LAUNCHERS[0], "2402", strict=True):
-        monkeypatch.setenv(name, value) if launched else None
+    for name, value in zip(LAUNCHERS[0], "2402", strict=True) if launched else ():
+        monkeypatch.setenv(name, value)
     words = f"--transport {transport} --channels 4,auto --ctas 8 -n 7 -w 3 -c 2"
     ran = CliRunner().invoke(cli.app, ["bench", "links", *words.split()])
     assert ran.exit_code == 0, ran.output

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ringattn.conformance import causes
 from ringattn.conformance.cases import DROPOUT, Case
 from ringattn.conformance.evidence import Evidence, collect_evidence, run_case
 from ringattn.conformance.ranks import Ranks, Reply
 from ringattn.conformance.referee import RIGHT, WRONG, Outcome, judge
-from ringattn.conformance.standalone import GRADIENTS, attend_plainly
+from ringattn.conformance.standalone import GRADIENTS, Results, attend_plainly
 
 from ..support import broken_rings
 from ..support.broken_rings import DEFECTS, reply_alone, run_defect
@@ -100,7 +101,7 @@ MISTAKES: list[tuple[str, Case, Callable[..., Any]]] = [
      Case("two-sided window"), with_call(window_size=(4, 4))),
     (f"{causes.WINDOW_EDGE} ({10 + 13} pairs, such as key 3 of rank 0 by query 0 of rank 0); out of rank",
      Case("two-sided window"), with_call(window_size=(6, 2))),
-    (f"{causes.OUTSIDE_WINDOW} ({11} pairs", Case("two-sided window"), with_call(window_size=(5, 5))),
+    (f"{causes.OUTSIDE_WINDOW} (11 pairs", Case("two-sided window"), with_call(window_size=(5, 5))),
     ("softmax_scale is ignored", Case(scores="scale"), with_call(softmax_scale=None)),
     ("softcap is ignored", Case(scores="softcap"), with_call(softcap=0.0)),
     ("alibi_slopes is ignored", Case(scores="alibi"), with_call(alibi_slopes=None)),
@@ -133,6 +134,16 @@ def test_a_mistake_on_one_rank_is_named(cause: str, case: Case, mistake: Callabl
     assert outcome.error is None or causes.DROPOUT_RATE not in cause
 
 
+def gathered(case: Case, actual: Results, exact: Results, shards: tuple[Tensor, ...]) -> Evidence:
+    """Return the evidence of results that may be off by 1e-5."""
+    limits = dict.fromkeys((*GRADIENTS, *actual), 1e-5)
+    return Evidence(case, case.inputs(), actual, shards, exact, limits, torch.ones(()), "")
+
+
+def cause_without_probes(evidence: Evidence) -> str:
+    return causes.find_cause(evidence, lambda case: pytest.fail("a probe runs"))
+
+
 @pytest.mark.parametrize(("name", "needs_lse"), [("dq", True), ("dk", True), ("dk", False)])
 def test_a_wrong_gradient_of_unequal_shards_has_no_known_cause(name: str, needs_lse: bool) -> None:
     case = Case(layout="uneven", gradients="out and lse")
@@ -140,18 +151,16 @@ def test_a_wrong_gradient_of_unequal_shards_has_no_known_cause(name: str, needs_
     others = attend_plainly(case.inputs(), replace(case.call(), needs_lse=needs_lse))  # a cause of dq, not of dk
     actual = {other: others[other] for other in GRADIENTS if other in exact}
     actual[name] = exact[name] + torch.rand(exact[name].shape, generator=torch.Generator().manual_seed(0))
-    shards, limits = torch.arange(case.tokens).split([16, 11]), dict.fromkeys(GRADIENTS, 1e-5)
-    evidence = Evidence(case, case.inputs(), actual, shards, exact, limits, torch.ones(()), "")
-    assert causes.find_cause(evidence, lambda case: pytest.fail("a probe runs")) == causes.NO_CAUSE
+    evidence = gathered(case, actual, exact, torch.arange(case.tokens).split([16, 11]))
+    assert cause_without_probes(evidence) == causes.NO_CAUSE
 
 
 def test_lse_in_base_2_is_named_with_a_sink_of_several_ranks() -> None:
     case = Case(layout="uneven", scores="sink", gradients="none")
     exact = attend_plainly(case.inputs(), case.call())
     actual = {"out": exact["out"], "lse": exact["lse"] / math.log(2)}
-    shards, limits = torch.arange(case.tokens).split([16, 11]), dict.fromkeys(actual, 1e-5)
-    evidence = Evidence(case, case.inputs(), actual, shards, exact, limits, torch.ones(()), "")
-    assert causes.find_cause(evidence, lambda case: pytest.fail("a probe runs")) == causes.BASE_2
+    evidence = gathered(case, actual, exact, torch.arange(case.tokens).split([16, 11]))
+    assert cause_without_probes(evidence) == causes.BASE_2
 
 
 def test_more_results_than_out_and_lse_are_ignored() -> None:
@@ -166,14 +175,12 @@ def test_more_results_than_out_and_lse_are_ignored() -> None:
 def test_stale_keys_of_either_direction_are_named(step: int, reach: int) -> None:
     case = Case(world=3)
     exact = attend_plainly(case.inputs(), case.call())
-    shards, limits = torch.arange(case.tokens).chunk(3), dict.fromkeys(GRADIENTS, 1e-5)
     actual = {name: exact[name] for name in ("dk", "dv")}
-    evidence = Evidence(case, case.inputs(), actual, shards, exact, limits, torch.ones(()), "")
+    evidence = gathered(case, actual, exact, torch.arange(case.tokens).chunk(3))
     actual["dq"] = causes._compute_stale_dq(evidence, step, reach)
-    assert causes.find_cause(evidence, lambda case: pytest.fail("a probe runs")) == causes.STALE
+    assert cause_without_probes(evidence) == causes.STALE
     actual |= {"dq": exact["dq"], "dk": exact["dk"] + 0.5 * exact["dv"].roll(-16, 1)}
-    cause = causes.find_cause(replace(evidence), lambda case: pytest.fail("a probe runs"))
-    assert cause == "dk is 1 dk + 0.5 dv of the rank 1 further"
+    assert cause_without_probes(replace(evidence)) == "dk is 1 dk + 0.5 dv of the rank 1 further"
 
 
 def test_a_result_may_be_off_by_twice_pytorchs_error_and_one_rounding_per_hop() -> None:

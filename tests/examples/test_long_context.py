@@ -34,7 +34,9 @@ def words(text: str) -> SimpleNamespace:
 
 
 def test_every_needle_is_repeated_at_the_end() -> None:
-    longer = lambda text: SimpleNamespace(input_ids=words(text).input_ids[::6])  # noqa: E731
+    def longer(text: str) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=words(text).input_ids[::6])
+
     assert build_haystack(longer, 4000)[0].shape == (1, 4000)  # also with several letters in a token
     ids, needles = build_haystack(words, 4000)
     assert ids.shape == (1, 4000) and len(needles) == long_context.NEEDLES
