@@ -400,7 +400,9 @@ assert "ringattn" not in sys.modules
     run(code, tmp_path)
 
 
-def test_public_names_resolve() -> None:
+def test_public_names_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(ringattn), "shard", raising=False)  # as before its first use
+    assert "shard" in dir(ringattn)
     for name in ringattn.__all__:
         assert getattr(ringattn, name) is not None
     for folder in FOLDERS:

@@ -11,7 +11,7 @@ import pytest
 
 from ringattn.autotune import gate
 from ringattn.autotune import inspect as inspection
-from ringattn.autotune.compile import KernelVariant, RecordedLaunch
+from ringattn.autotune.compile import MAX_LOGITS, KernelVariant, RecordedLaunch
 from ringattn.autotune.gate import CompiledKernel, gate_problems, hopper_problems
 from ringattn.autotune.inspect import variant_row
 from ringattn.autotune.loop_bound import LoopBound, blocks_per_sm, busy_clocks, loop_bound, loop_bounds, main_bound
@@ -172,6 +172,7 @@ FEW, MANY = 16, 17
 @pytest.mark.parametrize(("changed", "most"), [
     ({}, 0),
     ({"features": ("dropout",)}, MANY),
+    ({"features": (MAX_LOGITS,)}, 0),
     ({"head_dim": 256}, MANY),
     ({"head_dim": 257}, 0),
     ({"dtype": "fp32"}, MANY),

@@ -260,7 +260,8 @@ def test_rates_count_only_visible_pairs() -> None:
     assert row["spread"] == pytest.approx(0.1) and row["heads"] == "16/8"
     rate = 4 * 4096**2 * 64 * 16 / 1e-3 / 1e12
     assert row["rate"] == row["rate by S²/2"] == pytest.approx(rate) and row["of product"] == pytest.approx(rate)
-    assert speed._row("forward:x", Samples((1e-3,)), full, 100.0)["rate"] == pytest.approx(rate)
+    for passed in ("forward", "forward with state"):
+        assert speed._row(f"{passed}:x", Samples((1e-3,)), full, 100.0)["rate"] == pytest.approx(rate)
     assert config(64, 2, 2).flash_flops == 4 * 64 * 64 // 2 * 16 * 2
 
 

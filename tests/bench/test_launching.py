@@ -98,6 +98,7 @@ def test_address_of_rank_0(alone: None, monkeypatch: pytest.MonkeyPatch) -> None
     for nodes, first in (
         ("gpu1,gpu2", "gpu1"),
         ("gpu[03-05,9],login", "gpu03"),
+        ("gpu[3,5]", "gpu3"),
         ("rack[1-2]node[3-4]-ib", "rack1node3-ib"),
     ):
         monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)

@@ -72,6 +72,7 @@ def test_rate_of_the_slowed_link(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("measured", "columns"), [
     (times(12), {"exposed": 2e3, "overlap": 75, "efficiency": 100 / 1.2, "bound": 13e3, "within bound": True}),
     (times(13.01), {"within bound": False}),
+    (times(24, communication=20), {"overlap": 60, "efficiency": 100 / 1.2, "bound": 23.5e3, "within bound": False}),
 ])  # fmt: skip
 def test_overlap_columns_are_computed_from_phase_times(measured: PhaseTimes, columns: dict[str, float]) -> None:
     row = measured.as_columns()

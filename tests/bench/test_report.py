@@ -141,7 +141,7 @@ def test_no_string_of_a_file_becomes_markup(page: str, tmp_path: Path) -> None:
 
 def test_tables_sort_by_numbers_and_by_words() -> None:
     assert sort_keys([3, 0.5, True, None, 10, 3]) == [2, 0, 1, "", 3, 2]
-    assert sort_keys(["b", None, "A", "b", "c", 7]) == [2, "", 1, 2, 3, 0]
+    assert sort_keys(["b", None, "a", "b", "C", 7]) == [2, "", 1, 2, 3, 0]
 
 
 def test_numbers_in_cells_are_short() -> None:

@@ -228,6 +228,9 @@ def test_parts_longer_than_the_median_run_are_left_out(monkeypatch: pytest.Monke
         "exposed": None, "throughput": 3 * 64 / 0.5, "rate of a rank": 3.5 * problem.flops / 0.5 / 2 / 1e12,
         "sent": 2, "peak": 3, "counted peak": counted, "compute": None, "error": 0.5, "over tolerance": "out, dq",
     }  # fmt: skip
+    for kind in (ONE_DEVICE, ALL_CORES):
+        alone = measure.candidate_row(problem, replace(made, name=kind), check, Samples((0.5,)), None)
+        assert alone["rate of a rank"] == 3.5 * problem.flops / 0.5 / 1e12 and alone["of ideal"] is None
 
 
 def test_crossover_and_fastest_ring_notes() -> None:

@@ -121,7 +121,7 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
             part("plain", FILE, code=leaves()),
             part("raises", code="raise ValueError('it went wrong')"),
             part("crashes", code="import os; os.abort()"),
-            part("lacks", code="print('no such library'); raise SystemExit(69)"),
+            part("lacks", FILE, code="print('no such library'); raise SystemExit(69)"),
             part("hangs", FILE, code=leaves() + child + HANGS, seconds=0.1),
             part("absent", missing_reason="no GPU"),
             part("wrong", FILE, code=leaves(["a is 2"])),

@@ -129,6 +129,18 @@ def test_attend_gradients_are_exact(kind: str, config: KernelConfig | None) -> N
     compare(Results(out.detach(), lse.detach(), *grads), Inputs(*(t.detach() for t in x)), bounds)
 
 
+def test_attend_passes_its_config_to_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
+    configs: list[object] = []
+    for name in ("attention_forward", "backward_from_delta"):
+        launch = getattr(ops.host, name)
+        monkeypatch.setattr(
+            ops.host, name, lambda *args, launch=launch, **call: configs.append(call["config"]) or launch(*args, **call)
+        )
+    attend(q, k, v, config=TILES)[0].sum().backward()
+    assert configs == [TILES, TILES]
+
+
 @pytest.mark.parametrize("name", ["bounds", "used", "block_sparse", "scores"])
 def test_attend_in_a_graph_equals_eager(name: str) -> None:
     q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
