@@ -210,6 +210,15 @@ def test_a_kernel_without_a_backward_computes_parameters_under_no_grad() -> None
         torch.testing.assert_close(ring_attention(q, k, v, backend=BARE), ring_attention(q, k, v))
 
 
+def test_a_sink_alone_may_need_the_backward() -> None:
+    kernel, sink = Dense(), torch.zeros(2)
+    kernel.supports = Supports(features=("learnable_sink", "state"))
+    q, k, v = torch.randn(3, 1, 8, 2, 8)
+    ring_attention(q, k, v, learnable_sink=sink, backend=kernel)
+    with pytest.raises(ValueError, match="does not support gradients"):
+        ring_attention(q, k, v, learnable_sink=sink.requires_grad_(), backend=kernel)
+
+
 def test_the_check_of_a_kernel_gets_the_whole_call() -> None:
     given: Any = []
     kernel, config = Dense(), KernelConfig()
