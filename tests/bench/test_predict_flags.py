@@ -118,6 +118,12 @@ def test_refusals(arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(tmp_path.iterdir())
 
 
+def test_a_trace_has_every_rank_of_a_ring_that_is_otherwise_extrapolated(tmp_path: Path) -> None:
+    done = invoke("--gpus", "33", "--pass", "forward", "--trace", str(tmp_path / "t.json"))
+    assert done.exit_code == 0, done.output
+    assert from_chrome(json.loads((tmp_path / "t.json").read_text())).world == 33
+
+
 def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
     target, trace, rows = tmp_path / "p.json", tmp_path / "t.json", tmp_path / "p.csv"
     files = ["--json", str(target), "--trace", str(trace), "--csv", str(rows)]

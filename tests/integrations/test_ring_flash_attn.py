@@ -195,6 +195,8 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(1, PREPARED[0])), "cu_seqlens_k is"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(2, 4), causal=True), "max_seqlen_q is 4"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 4), causal=True), "heads_k_stride is 4"),
+        (lambda: ours.llama3_flash_attn_varlen_func(
+            Q, *[Q[:, :1]] * 2, *changed(4, 2)[3:], causal=True), "heads_k_stride is 2: it must divide 1"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, None), causal=True), "heads_k_stride is None"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 0), causal=True), "heads_k_stride is 0"),
         (lambda: ours.llama3_flash_attn_prepare_cu_seqlens([0, 8], True, 0, 1), r"cu_seqlens is \[0, 8\]: it must"),  # type: ignore[arg-type]
