@@ -13,7 +13,7 @@ import torch
 
 from ringattn import Layout
 from ringattn.bench.common.flags import human_count
-from ringattn.bench.predict import alternatives, baseline_ring, ring_time
+from ringattn.bench.predict import alternatives, baseline_ring, command, ring_time
 from ringattn.bench.predict.alternatives import (
     all_gather_passes,
     check_memory,
@@ -407,6 +407,12 @@ def test_ways_are_ordered_by_time(call: PredictedCall, names: set[str]) -> None:
     results = predict_alternatives(call, replace(INPUTS, phases=FORWARD))
     assert {way.name for way in results} == names
     assert [way.seconds for way in results] == sorted(way.seconds for way in results)
+
+
+def test_a_row_adds_both_passes_and_names_the_longest_wait() -> None:
+    passes = ring_time.Pass("forward", 2.0, 1.0, 0.5), ring_time.Pass("backward", 4.0, 2.0, np.array([0.125, 1.375]))
+    row = command._row(alternatives.Alternative("a ring", 7, passes), SMALL, INPUTS)
+    assert (row["fwd"], row["bwd"], row["exposed"], row["worst hop"]) == (2000, 4000, 3000, 750)
 
 
 def test_exchanges_across_nodes_use_the_slow_link() -> None:

@@ -181,6 +181,8 @@ def test_axes_and_lines_of_a_chart() -> None:
     assert axes.lines[0].get_xdata().tolist() == [1, 64]  # sorted
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "64"]
     assert charts.draw_chart(drawn).axes[0].get_xscale() == charts.draw_chart(drawn).axes[0].get_yscale() == "log"
+    (drawn,) = chart(twice, *((x, 1.0) for x in range(1, 12)))
+    assert charts.draw_chart(drawn).axes[0].get_xticks().tolist() == [1, 3, 5, 7, 9, 11]  # at most 9 ticks
     (drawn,) = chart(twice, (1, 0.0), (2, 99.0))
     assert charts.draw_chart(drawn).axes[0].get_yscale() == "linear"  # a log axis cannot show zero
     for value in (HOSTILE, None, True, 10**299):

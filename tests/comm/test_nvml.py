@@ -173,6 +173,8 @@ def tree(tmp_path: Path) -> Path:
         "class/net/eth0/speed": "-1",
         "class/net/eth1/speed": "25000",
         "class/net/eth1/device/vendor": "0x1",
+        "class/net/eth2/speed": "0",
+        "class/net/eth2/device/vendor": "0x1",
         "class/net/lo/mtu": "65536abcdef",
     }
     for name, text in files.items():
@@ -203,6 +205,7 @@ def test_device_info_of_a_gpu(stand_in: StandIn, tree: Path, monkeypatch: pytest
             Nic("mlx5_0", 400, ("numa1", "pci0000:16", "0000:16:01.0", "0000:17:00.0", "0000:18:01.0", "0000:1a:00.0")),
             Nic("eth0", None, ("numa", "pci0000:00", "0000:00:03.0")),
             Nic("eth1", 25),
+            Nic("eth2", None),
         ),
     )
     assert nvml.device_info(GPU, sys=tree / "nowhere").pcie == (BUS,)
@@ -215,7 +218,7 @@ def test_device_info_of_a_gpu(stand_in: StandIn, tree: Path, monkeypatch: pytest
 def test_missing_nvml_data_is_left_out(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = nvml.device_info(CPU, sys=tree)
     assert (device.gpu, device.nvlinks, device.pcie, device.unknown) == (None, (), (), "cpu is not a GPU")
-    assert [nic.name for nic in device.nics] == ["mlx5_0", "eth0", "eth1"]
+    assert [nic.name for nic in device.nics] == ["mlx5_0", "eth0", "eth1", "eth2"]
     del stand_in.answers["DeviceGetNvLinkRemotePciInfo"]
     device = nvml.device_info(GPU, sys=tree)
     assert (device.nvlinks, device.unknown, device.pcie[-1]) == ((NvLink(SWITCH, 4, 4),), None, BUS)
