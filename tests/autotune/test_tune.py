@@ -327,24 +327,25 @@ def test_a_point_has_a_row_and_the_run_has_notes(monkeypatch: pytest.MonkeyPatch
         TuningPoint("dq", "bf16", 64, 64, 2, "full", 64),
         *(Tile(n, 64, 4, 2) for n in (16, 32, 64)),
     )
+    bounds = {best: 61.5, plain: 60.0, default: 50.0, Tile(128, 64, 4, 2): 40.0}
     slow_runs, fast_runs = (
         [TimedRun(factor * x, (), {}, 2 * factor * x) for x in (1e-3, 2e-3, 3e-3)] for factor in (2, 1)
     )
     ranked = RankedCandidates(
         (best, plain),
         {default: "9 x", Tile(16, 16, 4, 1): "12 x", Tile(16, 32, 4, 1): "it spills"},
-        {tile: CompileResult((), bound, "%") for tile, bound in ((best, 61.5), (plain, 60.0), (default, 50.0))},
+        {tile: CompileResult((), bound, "%") for tile, bound in bounds.items()},
     )  # fmt: skip
     searched = SearchResult(best, {default: slow_runs, best: fast_runs}, {plain: "wrong"}, False)
     measured = PointResult(point, default, ranked, searched)
     same = {"kernel": "dq", "mask": "full", "tokens": 64, "default": "16x64 4w 2s", "left": 0}
     assert measured.as_row() == same | {
-        "tile": "32x64 4w 2s", "bound": 61.5, "tried": 5, "failed": 3, "wrong": 1, "time": 2.0, "spread": 25.0,
+        "tile": "32x64 4w 2s", "bound": 61.5, "tried": 6, "failed": 3, "wrong": 1, "time": 2.0, "spread": 25.0,
         "default's time": 4.0, "beside": 4.0,
     }  # fmt: skip
     assert {*measured.as_row()} == {*tune.UNITS}
     unmeasured = PointResult(point, default, ranked)
-    assert unmeasured.as_row() == same | {"tile": "32x64 4w 2s", "bound": 61.5, "tried": 5, "failed": 3, "wrong": 0}
+    assert unmeasured.as_row() == same | {"tile": "32x64 4w 2s", "bound": 61.5, "tried": 6, "failed": 3, "wrong": 0}
     left = PointResult(point._replace(length=128), default, uncompiled_jobs=7)
     nothing = {"tile": "none", "bound": None, "tried": 0, "failed": 0, "wrong": 0, "left": 7, "tokens": 128}
     assert left.as_row() == same | nothing

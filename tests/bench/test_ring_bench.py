@@ -271,9 +271,25 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     assert "not available: another: it needs a GPU" in result.notes
     assert measure.ONE_RUN_NOTE not in result.notes  # no candidate has such columns
     available["flipped"] = Candidate("flipped", positions.flip(0), right)
+    gathered: list[Any] = []
+    gather = measure.gather_results
+    monkeypatch.setattr(measure, "gather_results", lambda *given: gathered.append(given) or gather(*given))
+    monkeypatch.setattr(measure, "PeakMemory", lambda device: PeakOf(gathered))
     first, second, third = measure.check_candidates(available, problem, CPU, 0).values()
+    assert [check.peak_bytes for check in (first, second, third)] == [0, 1, 2]  # before results are gathered
     assert first.shards is second.shards and len(second.shards) == 4
     assert torch.equal(third.shards[0], first.shards[0].flip(1))
+
+
+class PeakOf:
+    """Stands for a peak of memory: the length of a list."""
+
+    def __init__(self, held: list[Any]) -> None:
+        self.held = held
+
+    @property
+    def bytes(self) -> int:
+        return len(self.held)
 
 
 def setting(problem: AttentionConfig, device: str = "cpu", shared: bool = False) -> CandidateSetting:

@@ -255,6 +255,7 @@ def test_parts_are_commands_that_leave_a_result(
     places = {FILE: str(tmp_path / "a.json"), OUT: str(tmp_path), SECONDS: "10"}
     for candidate in listed:
         assert FILE in candidate.command and "tests" not in candidate.command_line
+        assert f"{OUT}/{candidate.file}" not in candidate.command  # another file must not be overwritten by the result
         assert shlex.split(candidate.command_line) == [word.replace(PYTHON, "python") for word in candidate.command]
         command = candidate.command[candidate.command.index(PYTHON) :]
         _, _, module, *words = (part_processes.fill_placeholders(word, places) for word in command)
