@@ -337,6 +337,7 @@ def test_memory_does_not_grow_with_the_ring() -> None:
     assert PredictedCall(8192, 8).memory() == PredictedCall(8192, 4096).memory()
     parts = replace(SMALL, batch=3, chunks=2).memory(backward=False)
     assert parts["out of the chunks"] == 3 * 16 * 4 * 8 * 2
+    assert "out of the chunks" not in replace(SMALL, kv_heads=1, chunks=2).memory(backward=False)  # runs of tokens
     with pytest.raises(ValueError, match="chunks is 0: it must be at least 1"):
         replace(SMALL, chunks=0)
     with pytest.raises(ValueError, match=r"the GPU has 1 GB\. At most") as refused:
