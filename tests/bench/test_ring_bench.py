@@ -312,6 +312,16 @@ def test_a_candidate_sets_its_number_of_threads(monkeypatch: pytest.MonkeyPatch)
     assert threads == [3]
 
 
+def test_the_baseline_ring_merges_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    merged: list[Any] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(baselines, "RingTransfer", lambda current, waits: SimpleNamespace(wait=lambda: current))
+    monkeypatch.setattr(baselines, "_merge", lambda *parts: merged.append([x.dtype for x in parts]))
+    q, k, v = torch.randn(3, 1, 8, 2, 16, dtype=torch.bfloat16)
+    out = baselines._BaselineRing.apply(q, k, v, False, None)  # type: ignore[no-untyped-call]
+    assert merged == [[torch.float32, torch.float32, torch.bfloat16, torch.float32]] and out.dtype == torch.bfloat16
+
+
 def test_gradients_of_other_ranks_are_added_in_fp32() -> None:
     added: Any = []
     net: Any = SimpleNamespace(

@@ -131,7 +131,7 @@ def test_clocks_of_other_machines_are_aligned_with_rank_0() -> None:
 
 
 def test_the_fastest_answer_gives_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
-    # This clock is 100 s behind. The first question takes 2 s to arrive and its answer 4 s, the second ones 1 s and 2 s.
+    # This clock is 100 s behind. A question takes 2 s to arrive and its answer 4 s, then 1 s and 2 s.
     monkeypatch.setattr(record, "ROUNDS", 2)
     answers = {"answer3/0": (102.0, 103.0), "answer3/1": (121.0, 121.5)}
     published: list[Any] = []

@@ -428,6 +428,7 @@ FAULTS: dict[str, list[tuple[str, Callable[..., Any], str]]] = {
         ("warm_up", refuse(lambda edges: (0, 2) in edges), RAISED),
         ("warm_up", fail(2), RAISED),
         *(("warm_up", accept(number), ACCEPTED) for number in (3, 4)),
+        ("warm_up", lambda warm_up, number, edges: edges == [(0, 3)] or warm_up(edges), ACCEPTED),  # one rank too many
     ],
     "posts_after_an_abort_raise_its_reason": [
         ("abort", change_reason, "must contain 'somebody said so'"),
