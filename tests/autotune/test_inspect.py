@@ -65,8 +65,9 @@ def test_gate_fails_if_a_variant_has_problems(problems: list[str], monkeypatch: 
         code, output = run("90:bf16:128:dq:middle", "--gate")
         assert code == exit_code and (WRONG in output) == bool(found)
     assert "best: dq sm_90 bf16 D128" in output and output.index("best: ") < output.index("FAILED: ")
-    assert run("gfx942:bf16:128:delta", "--gate")[0] == 1
-    assert len(asked) == 2, "the gate of NVIDIA's kernels alone, because Triton for AMD may lack ptxas"
+    for specs in (["gfx942:bf16:128:delta"], ["gfx942:bf16:128:delta", "90:bf16:128:delta"]):
+        assert run(*specs, "--gate")[0] == 1
+    assert len(asked) == 3, "the gate of NVIDIA's kernels, because Triton for AMD may lack ptxas"
 
 
 def test_a_kernel_that_does_not_fit_fails_without_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:

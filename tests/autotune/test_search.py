@@ -63,6 +63,9 @@ def test_a_wrong_candidate_is_never_timed() -> None:
     assert outcome.best == TILES[1] and outcome.errors == gpu.errors
     assert not {TILES[0], BASELINE} & {*gpu.timed}
     assert searched(SimulatedGpu(steady, errors=dict.fromkeys([BASELINE, *TILES], "wrong"))).best is None
+    left = iter([1.0, 1.0, 0.0])  # the time ends after two checks
+    ended = search(TILES, BASELINE, gpu.find_error, gpu.run, lambda: next(left))
+    assert ended == SearchResult(None, {}, gpu.errors, False)
 
 
 @pytest.mark.parametrize(("besides", "best"), [

@@ -232,7 +232,10 @@ MESH_CALLS: dict[str, dict[str, Any]] = {
     "sink, documents, lse": {
         "learnable_sink": torch.linspace(-1, 2, HEADS).requires_grad_(), "cu_seqlens": DOCUMENTS, "return_lse": True,
     },
-    "name, dropout, first head": {"layout": "zigzag", "dropout_p": 0.4, "dropout_seed": 2**64 - 5, "first_head": 7},
+    "name, dropout, first head, sink": {
+        "layout": "zigzag", "dropout_p": 0.4, "dropout_seed": 2**64 - 5, "first_head": 7,
+        "learnable_sink": torch.linspace(1, -2, HEADS).requires_grad_(),
+    },
     "batch rows": hiding(1) | {"causal": True},
 }  # fmt: skip
 
@@ -240,12 +243,12 @@ MESH_CALLS: dict[str, dict[str, Any]] = {
 MESHES = zip(MESH_CALLS, [(2, 2), (1, 2), (2, 1)], strict=True)
 
 
-@pytest.mark.parametrize(("name", "mesh"), rest_nightly(MESHES, ("name, dropout, first head", (1, 2))))
+@pytest.mark.parametrize(("name", "mesh"), rest_nightly(MESHES, ("name, dropout, first head, sink", (1, 2))))
 def test_a_mesh_equals_eager_and_reuses_its_graphs(name: str, mesh: tuple[int, int]) -> None:
     """Threads that compile at the same time share one graph for the first sizes and one dynamic graph."""
     counter = CompileCounterWithBackend("aot_eager")
     function, call, made = compiled(backend=counter), MESH_CALLS[name], []
-    for rows in (ROWS, ROWS, *((80, 96) if name == "name, dropout, first head" else ())):
+    for rows in (ROWS, ROWS, *((80, 96) if name == "name, dropout, first head, sink" else ())):
         layout, whole = Layout.zigzag(rows, mesh[0] * mesh[1]), inputs_of(call, rows)
         got, expected = (in_world(layout, called, whole, mesh, **call) for called in (function, block))
         for mine, theirs in zip(got, expected, strict=True):
