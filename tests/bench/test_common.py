@@ -200,6 +200,10 @@ def test_provenance_changes_with_sources_and_checkout(tmp_path: Path, monkeypatc
         digests.append(origin.source_digest())
     (tmp_path / "ring" / "code.py").write_text("pass")
     assert digests[-1] == digests[-2] and len({*digests, origin.source_digest()}) == 10
+    (tmp_path / ".git").rename(tmp_path / "other")
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(stdout="of a checkout around it"))
+    assert origin.git() == {"commit": None, "modified": None}
+    (tmp_path / "other").rename(tmp_path / ".git")
     for status in ("", " M code.py"):
         answers = {"rev-parse": "abc\n", "status": status}
         monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(stdout=answers[words[3]]))  # noqa: B023

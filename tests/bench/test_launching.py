@@ -203,6 +203,10 @@ def test_every_job_has_its_own_port(alone: None, monkeypatch: pytest.MonkeyPatch
             monkeypatch.setenv(name, value)
             ports.add(process_group._port())
     assert len(ports) == 5 and all(1024 < port < 32768 for port in ports)
+    for name in JOB:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert process_group._port() == 29715  # the same in every process
 
 
 def groups_and_listeners() -> tuple[list[float], list[str], list[str]]:

@@ -183,11 +183,15 @@ def test_axes_and_lines_of_a_chart() -> None:
     assert charts.draw_chart(drawn).axes[0].get_xscale() == charts.draw_chart(drawn).axes[0].get_yscale() == "log"
     (drawn,) = chart(twice, *((x, 1.0) for x in range(1, 12)))
     assert charts.draw_chart(drawn).axes[0].get_xticks().tolist() == [1, 3, 5, 7, 9, 11]  # at most 9 ticks
+    by = {"seqlen": "", "by": "", "ms": "ms"}
+    (drawn,) = chart(by, (1, "a", 1.0), (2, "a", 1.0), (2, "b", 1.0))
+    assert {name: len(points) for name, points in drawn.lines.items()} == {"a": 2, "b": 1}
+    assert chart(by, (1, "a", 1.0), (2, "b", 1.0)) == []  # no line has two points
     (drawn,) = chart(twice, (1, 0.0), (2, 99.0))
     assert charts.draw_chart(drawn).axes[0].get_yscale() == "linear"  # a log axis cannot show zero
     for value in (HOSTILE, None, True, 10**299):
         assert chart(twice, (1, value), (2, value)) == []
-    (many,) = chart({"seqlen": "", "by": "", "ms": "ms"}, *((s, f"n{n}", 1.0) for s in (1, 2) for n in range(20)))
+    (many,) = chart(by, *((s, f"n{n}", 1.0) for s in (1, 2) for n in range(20)))
     assert len(many.lines) == 12 and many.title.endswith("first 12 of 20 lines")
 
 
@@ -196,6 +200,8 @@ def test_measured_and_predicted_share_one_time_axis() -> None:
     assert upper.get_xlim() == lower.get_xlim() and upper.get_xlim()[1] > 1900
     assert upper.get_title(loc="left").startswith("measured: causal, zigzag, 64 tokens; 1,900 ms, ranks compute 84%")
     assert lower.get_title(loc="left").startswith("predicted: ")
+    upper, _ = drawing.draw_timeline_figure([timeline("predicted", slower=0.5), timeline("measured")]).axes
+    assert upper.get_xlim() == lower.get_xlim()
 
 
 def test_every_row_has_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:

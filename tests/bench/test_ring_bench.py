@@ -419,6 +419,7 @@ def test_one_device_computes_documents_one_by_one() -> None:
     (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "multiple of 4 tokens, not 66"),
     (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "uses a CPU operator"),
     (candidates.sdpa_all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "threads than one rank, 1000000"),
+    (candidates.sdpa_all_cores, setting(AttentionConfig(64, 1, threads=1)), "threads than one rank, 1"),
     (candidates.sdpa_all_cores, setting(AttentionConfig(64, 2), "cuda"), "runs only on the CPU"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2)), "needs a GPU"),
     (candidates.context_parallel, setting(AttentionConfig(64, 2, kv_heads=2), "cuda"), "as many key/value heads"),

@@ -229,8 +229,10 @@ os.remove(sys.argv[1])
     run(listed, tmp_path)
     counts = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abcd"]
     assert max(counts) == 2 and counts[3] == 1
-    groups = part_processes.group_parts([*listed, part("absent", missing_reason="no GPU")])
-    assert [part_processes.group_seconds(group, 2) for group in groups] == [10.0, 5.0, 0.0]
+    missing = [part(name, missing_reason="no GPU", parallel_group="y") for name in ("absent", "lacking")]
+    groups = part_processes.group_parts([*listed, *missing, part("here", parallel_group="y")])
+    assert [part_processes.group_seconds(group, 2) for group in groups] == [10.0, 5.0, 5.0]
+    assert part_processes.group_seconds(missing, 2) == 0
 
 
 def test_missing_seconds_of_the_shortest_part(monkeypatch: pytest.MonkeyPatch) -> None:
