@@ -248,9 +248,10 @@ def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None
     assert speed.comparison_line(rows.rows).startswith("our best rate / best of the others: forward ")
 
 
-def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
-    def row(by: str, seqlen: int, rate: float) -> dict[str, Any]:
-        return {"pass": "forward", "by": by, "seqlen": seqlen, "rate": rate}
+@pytest.mark.parametrize("name", ["dtype", "head_dim", "head_dim_v", "mask", "seqlen", "heads", "batch"])
+def test_the_best_of_ours_is_compared_shape_by_shape(name: str) -> None:
+    def row(by: str, size: int, rate: float) -> dict[str, Any]:
+        return {"pass": "forward", "by": by, name: size, "rate": rate}
 
     rows = [row(f"{OURS} hopper", 1, 30), row(OURS, 1, 10), row("flash", 1, 20), row(OURS, 2, 10), row("flash", 2, 20)]
     assert speed.comparison_line([*rows, row(OURS, 3, 1)]).endswith(": forward 0.50 to 1.50")

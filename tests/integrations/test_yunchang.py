@@ -137,7 +137,7 @@ def test_a_ring_of_packed_tensors(kind: str) -> None:
         layout = getattr(Layout, str(rule))(TOKENS, 2)
         q, k, v, dout = (layout.shard(whole[name], group.rank()).detach() for name in ("q", "k", "v", "dout"))
         qkv = torch.stack([q, k, v], 2).requires_grad_()
-        by_position = 0.0, *options.values(), True, True, group, "fa"
+        by_position = 0.0, *options.values(), False, True, group, "fa"
         out, _, probabilities = ours.RING_IMPL_QKVPACKED_DICT[kind](qkv, *by_position)
         assert probabilities is None
         return [out.detach(), *torch.autograd.grad(out, qkv, dout)[0].unbind(2)]
