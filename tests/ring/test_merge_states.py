@@ -43,6 +43,14 @@ def test_merged_parts_equal_full_attention(dtype: torch.dtype, cuts: list[int]) 
     compare_with_expected(right._replace(magnitudes=sizes), Results(out, lse, *grads))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_dtype_of_outs_decides_the_precision(dtype: torch.dtype) -> None:
+    outs, lses = [torch.randn(1, 3, 2, 4).bfloat16() for _ in range(3)], [torch.randn(1, 2, 3).to(dtype)] * 3
+    out, lse = merge(outs, lses)
+    expected, _ = merge([x.float() for x in outs], [x.float() for x in lses])
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32) and torch.equal(out, expected.bfloat16())
+
+
 def test_merge_gradients_by_finite_differences() -> None:
     leaves = [torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     leaves += [torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
