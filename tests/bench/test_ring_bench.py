@@ -271,7 +271,7 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     assert "not available: another: it needs a GPU" in result.notes
     assert measure.ONE_RUN_NOTE not in result.notes  # no candidate has such columns
     available["flipped"] = Candidate("flipped", positions.flip(0), right)
-    gathered: list[Any] = []
+    gathered: Any = []
     gather = measure.gather_results
     monkeypatch.setattr(measure, "gather_results", lambda *given: gathered.append(given) or gather(*given))
     monkeypatch.setattr(measure, "PeakMemory", lambda device: PeakOf(gathered))

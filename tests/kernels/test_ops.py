@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringattn import kernels
-from ringattn.kernels import PLAIN, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attend, ops
+from ringattn.kernels import PLAIN, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attend, attention, ops
 from ringattn.kernels.ops import op_namespace, pack_config, pack_kernel_args, unpack_config, unpack_kernel_args
 from ringattn.kernels.tables import TuningPoint
 
@@ -130,15 +131,11 @@ def test_attend_gradients_are_exact(kind: str, config: KernelConfig | None) -> N
 
 
 def test_attend_passes_its_config_to_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
-    configs: list[object] = []
-    for name in ("attention_forward", "backward_from_delta"):
-        launch = getattr(ops.host, name)
-        monkeypatch.setattr(
-            ops.host, name, lambda *args, launch=launch, **call: configs.append(call["config"]) or launch(*args, **call)
-        )
-    attend(q, k, v, config=TILES)[0].sum().backward()
-    assert configs == [TILES, TILES]
+    launches = {name: Mock(wraps=getattr(attention, name)) for name in ("attention_forward", "backward_from_delta")}
+    for name, launch in launches.items():
+        monkeypatch.setattr(attention, name, launch)
+    attend(*(x.requires_grad_() for x in inputs(SIZES)[:3]), config=TILES)[0].sum().backward()
+    assert [launch.call_args.kwargs["config"] for launch in launches.values()] == [TILES, TILES]
 
 
 @pytest.mark.parametrize("name", ["bounds", "used", "block_sparse", "scores"])
