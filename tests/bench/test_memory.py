@@ -173,6 +173,7 @@ def test_a_forward_alone_is_counted_without_gradients() -> None:
     # `bench memory` measured 178 to 187 MB after the forward; it draws dout before.
     config = AttentionConfig(8 * 8192, 8)
     assert memory_table.candidate_bytes(OURS, config, backward=False) == pytest.approx(182e6, rel=0.05)
+    assert memory_table.shard_tokens(AttentionConfig(9, 2)) == 5  # of the longest shard
     wired = RingForm(two_level=True, wire_dtype="bfloat16", grad_wire_dtype="bfloat16")
     for form in (RingForm(), wired):
         parts = memory_table.ring_parts(config, form, backward=False)
