@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -259,3 +260,8 @@ def test_no_help_has_words_in_brackets() -> None:
         if re.search(r"\[[a-z]", text)
     ]
     assert not hidden
+
+
+def test_an_unexpected_error_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        cli.run_command(Mock(side_effect=RuntimeError("a fault of ours")), "bench x", [])

@@ -6,6 +6,7 @@ import math
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -81,6 +82,8 @@ def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert device_cases.main("x", partial(case, missing=False, worst=2.0), CPU, str(file)) == 1
     assert device_cases.main("x", partial(case, missing=True), CPU, str(file)) == 69
     assert capsys.readouterr().out.endswith("no such library\n")
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        device_cases.main("x", Mock(side_effect=RuntimeError("a kernel failed")), CPU, str(file))
 
 
 def test_launch_errors_and_ceilings_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,7 @@ def test_rates_count_only_visible_pairs() -> None:
     assert row["rate"] == row["rate by S²/2"] == pytest.approx(rate) and row["of product"] == pytest.approx(rate)
     for passed in ("forward", "forward with state"):
         assert speed._row(f"{passed}:x", Samples((1e-3,)), full, 100.0)["rate"] == pytest.approx(rate)
+    assert speed.config_labels(config(head_dim_v=8))["head_dim_v"] == 8
     row = speed._row("forward:x", Samples((1.0,)), config(64, 2, 2), 100.0)
     assert row["rate by S²/2"] == pytest.approx(row["rate"] * 32 / 32.5)  # of the S (S + 1) / 2 visible pairs
     assert config(64, 2, 2).flash_flops == 4 * 64 * 64 // 2 * 16 * 2

@@ -372,6 +372,15 @@ def test_timelines_list_every_event(mask: Mask) -> None:
     assert moved["send"] == moved["receive"]
 
 
+def test_several_lengths_equal_single_ones() -> None:
+    call, lengths = PredictedCall(4096, 4, "contiguous", kv_heads=8), np.array([4096, 65536])
+    (together,) = predict_passes(call, H100, LINKS, phases=FORWARD, tokens=lengths)
+    for at, tokens in enumerate(lengths):
+        (alone,) = predict_passes(replace(call, tokens=int(tokens)), H100, LINKS, phases=FORWARD)
+        for name in ("seconds", "exposed", "worst"):
+            assert getattr(together, name)[at] == pytest.approx(getattr(alone, name)), (tokens, name)
+
+
 def test_jitter_draws_many_runs() -> None:
     call, jitter = PredictedCall(4096, 8, kv_heads=8), Perturbation(jitter=0.1)
     none, some, again = (
@@ -540,6 +549,8 @@ def test_launches_take_the_time_of_their_work_and_of_their_bytes() -> None:
     assert own.backward / own.forward == pytest.approx(430 / 560) and own.peak is None
     # The last program alone bounds a launch with little work.
     small = area._replace(pairs=10.0, edges=0)
+    runs, shared = replace(call, kv_heads=1), replace(call, kv_heads=1, chunks=1)  # chunks that are runs of tokens
+    assert speed.product_seconds(area, runs) == speed.product_seconds(area, shared)
     assert speed.product_seconds(small, call) == pytest.approx(4 * 16 * 3 * 128 * 20 / 7e3)
 
 

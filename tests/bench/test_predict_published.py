@@ -108,3 +108,8 @@ def test_ring_against_gather_of_vllm_omni(kv_heads: int, tokens: int, published:
     (ring,), (gather,) = baseline_passes(call, H100, inputs.links, phases=FORWARD), all_gather_passes(call, inputs)
     slower = 100 * (ring.seconds / gather.seconds - 1)
     assert slower > 0 and slower == pytest.approx(published, abs=points)
+
+
+def test_gpus_with_a_reduced_nvlink() -> None:
+    rates = {name: PRESETS[gpu_speed(name).link].rate for name in ("h100", "h800", "a100", "a800")}
+    assert rates["h800"] < rates["h100"] and rates["a800"] < rates["a100"]

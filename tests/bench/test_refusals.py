@@ -55,6 +55,7 @@ REFUSED = {
     "ring --layout packed": "--layout packed needs --documents or --cu-seqlens",
     "ring --seqlen 64,128 --cu-seqlens 0,64": "cu_seqlens ends at 64: it must end at 128",
     "ring --by magic": "--by has 'magic': it must begin one of one device",
+    "ring --by device": "--by has 'device': it must begin one of one device",
     "ring --transport nccl_one_sided --world 1": "is nccl_one_sided: it works on cuda, not on cpu",
     "ring --timer events": "timer is 'events': on cpu it must be clock",
     "ring --seqlen 1g,64": "fits",
