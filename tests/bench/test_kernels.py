@@ -150,13 +150,15 @@ def test_kernels_of_a_backward_are_timed_one_by_one_under_a_single_mask(
 def test_a_carried_state_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     # The kernels continue it in place, and the backward reads lse.
     inputs = random_inputs(config(16, 1, 1, head_dim_v=32))
+    folded = Mock(wraps=contender._fold)
+    monkeypatch.setattr(contender, "_fold", folded)
     ready = contender.local_kernel_contender("triton", inputs)
     assert largest_error(inputs, ready.results) < 1e-4
+    assert [call.kwargs["final"] for call in folded.call_args_list] == [True, False, True]  # the last two carry a state
     before: Any = ready.steps["backward"]()
     before = [x.clone() for x in before]
-    opened, folded = Mock(wraps=vars(contender)["forward_backends"]), Mock(wraps=contender._fold)
+    opened = Mock(wraps=vars(contender)["forward_backends"])
     monkeypatch.setattr(contender, "forward_backends", opened)
-    monkeypatch.setattr(contender, "_fold", folded)
     ready.steps[STATE]()
     assert opened.call_args.kwargs["start"] and not folded.call_args.kwargs["final"]  # as in the middle of a ring
     after: Any = ready.steps["backward"]()

@@ -183,6 +183,8 @@ def test_axes_and_lines_of_a_chart() -> None:
     assert charts.draw_chart(drawn).axes[0].get_xscale() == charts.draw_chart(drawn).axes[0].get_yscale() == "log"
     (drawn,) = chart(twice, *((x, 1.0) for x in range(1, 12)))
     assert charts.draw_chart(drawn).axes[0].get_xticks().tolist() == [1, 3, 5, 7, 9, 11]  # at most 9 ticks
+    (drawn,) = chart(twice, (1, 60.0), (2, 1.0))
+    assert charts.draw_chart(drawn).axes[0].get_yscale() == "linear"
     by = {"seqlen": "", "by": "", "ms": "ms"}
     (drawn,) = chart(by, (1, "a", 1.0), (2, "a", 1.0), (2, "b", 1.0))
     assert {name: len(points) for name, points in drawn.lines.items()} == {"a": 2, "b": 1}
