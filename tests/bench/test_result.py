@@ -48,6 +48,8 @@ def test_constant_columns_of_wide_tables_are_printed_once() -> None:
     assert wide[0].split() == ["edge", "GB/s", "GB/s", "remark"]  # empty columns are left out
     assert Result("", {"wrong": ""}, [{"wrong": 0}]).text().split() == ["wrong", "0"]
     assert narrow.splitlines()[0] == "GB/s 12.5 GB/s" and narrow.splitlines()[1].split() == ["edge", "remark"]
+    single = Result("", FOUND.units, rows[:1]).text(40).splitlines()
+    assert single[0].split() == ["edge", "GB/s", "GB/s"] and "remark" in single[2]  # nothing is constant in one row
 
 
 def test_files_read_back(tmp_path: Path) -> None:
