@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from ringattn import reference
@@ -24,7 +25,7 @@ from ringattn.bench.common.cases import MeasuredNumber, UnavailableError
 from ringattn.bench.common.flags import PatternFlag
 from ringattn.bench.common.result import Result, read_result
 from ringattn.bench.common.timing import Samples, StepTimer
-from ringattn.bench.kernels import accuracy, background_copy, speed
+from ringattn.bench.kernels import accuracy, background_copy, command, speed
 from ringattn.bench.kernels import contenders as contender
 from ringattn.bench.kernels.contenders import FORWARD, OURS, STATE, Contender, ContenderInputs, PreparedContender
 from ringattn.comm.cuda_threads import HIGH_PRIORITY
@@ -526,3 +527,11 @@ def test_the_command_writes_rows_and_notes(tmp_path: Path, monkeypatch: pytest.M
     assert {row["by"] for row in report.rows} == {OURS, "ATen operator", "math"}
     assert "runs, timed by clock" in report.notes[0] and "matrix product in the same runs" in report.notes[1]
     assert result.stdout.splitlines()[-1] == report.notes[-1]
+
+
+def test_the_help_states_the_defaults_of_both_devices() -> None:
+    helps = {parameter.name: getattr(parameter, "help", "") for parameter in typer.main.get_command(command.app).params}
+    gpu, cpu = command.DEFAULTS["cuda"], command.DEFAULTS["cpu"]
+    for name, here, there in zip(("seqlen", "dtype", "heads"), gpu, cpu, strict=True):
+        words = helps[name].partition("default: ")[2].rstrip(".").replace(";", ",")
+        assert [part.strip(", ") for part in words.split("on the CPU")] == [str(here), str(there)], name

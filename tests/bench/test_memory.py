@@ -206,6 +206,11 @@ def test_memory_of_other_rings() -> None:
     few = AttentionConfig(8 * 1024, 8, heads=32, kv_heads=2, dtype="bfloat16")
     forward, both = (memory_table.candidate_bytes(memory_table.BASELINE, few, backward=one) for one in (False, True))
     assert both == forward == 1024 * 64 * (32 * (2 * 2 + 3 * 4) + 2 * 6 * 2)
+    gathered = [memory_table.candidate_bytes(memory_table.ALL_GATHER, few, backward=one) for one in (False, True)]
+    assert gathered == [
+        1024 * 64 * (32 * 2 * 2 + 2 * 2 * 2) + 8192 * 64 * 2 * 3 * 2,  # K/V of all tokens, one of them twice
+        1024 * 64 * (32 * (4 * 2 + 4) + 2 * 4 * 2) + 8192 * 64 * 2 * (2 * 2 + 3 * 4),
+    ]
     # fp8 K/V have one byte per element, and a scale per token and key head.
     wire = AttentionConfig(8 * 1024, 8, heads=4, kv_heads=2, head_dim=64)
     slots = memory_table.slot_parts(wire, RingForm(wire_dtype="float8_e4m3fn"), backward=False)["K/V slots"]

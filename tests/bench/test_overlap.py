@@ -142,7 +142,7 @@ def test_compute_alone_posts_nothing_and_communication_alone_computes_nothing(mo
         with Ring(group) as ring:
             shard = RankPasses(SMALL, ring, CPU)
             for phase in PHASES:
-                for kind in (TOGETHER, COMPUTE, COMMUNICATION):
+                for kind in (TOGETHER, COMPUTE, COMPUTE, COMMUNICATION):
                     before = moved[rank], computed[rank]
                     shard.run(phase, kind)
                     posted[phase, kind] = moved[rank] - before[0], computed[rank] - before[1]

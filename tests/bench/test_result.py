@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import typer
 
-from ringattn.bench.common.result import Result, Row, finish_command, format_cell, read_result
+from ringattn.bench.common.result import HEADINGS, Result, Row, finish_command, format_cell, read_result
+from ringattn.bench.kernels import speed
+from ringattn.bench.ring import measure
 
 ROWS: list[Row] = [
     {"edge": "0 -> 1", "GB/s": 12.34567, "checked": True, "remark": "x" * 40},
@@ -49,7 +51,7 @@ def test_constant_columns_of_wide_tables_are_printed_once() -> None:
     assert Result("", {"wrong": ""}, [{"wrong": 0}]).text().split() == ["wrong", "0"]
     assert narrow.splitlines()[0] == "GB/s 12.5 GB/s" and narrow.splitlines()[1].split() == ["edge", "remark"]
     single = Result("", FOUND.units, rows[:1]).text(40).splitlines()
-    assert single[0].split() == ["edge", "GB/s", "GB/s"] and "remark" in single[2]  # nothing is constant in one row
+    assert single[0].split() == ["edge", "GB/s", "GB/s"] and "remark" in single[-1]  # nothing is constant in one row
 
 
 def test_files_read_back(tmp_path: Path) -> None:
@@ -103,3 +105,8 @@ def test_files_without_a_result_are_refused(change: dict[str, Any], why: str, tm
 ])  # fmt: skip
 def test_numbers_of_one_table_have_no_exponent_beside_others(number: float, text: str) -> None:
     assert format_cell(number) == text
+
+
+def test_headings_name_the_units_of_their_columns() -> None:
+    for units, name in ((measure.UNITS, "rate of a rank"), (speed.UNITS, "rate by S²/2"), (measure.UNITS, "of ideal")):
+        assert HEADINGS[name].startswith(units[name])

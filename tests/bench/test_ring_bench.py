@@ -271,12 +271,13 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     assert "not available: another: it needs a GPU" in result.notes
     assert measure.ONE_RUN_NOTE not in result.notes  # no candidate has such columns
     available["flipped"] = Candidate("flipped", positions.flip(0), right)
-    gathered: Any = []
-    gather = measure.gather_results
-    monkeypatch.setattr(measure, "gather_results", lambda *given: gathered.append(given) or gather(*given))
-    monkeypatch.setattr(measure, "PeakMemory", lambda device: PeakOf(gathered))
+    done: Any = []
+    gather, run = measure.gather_results, Candidate.run
+    monkeypatch.setattr(measure, "gather_results", lambda *given: done.append("gather") or gather(*given))
+    monkeypatch.setattr(Candidate, "run", lambda *given: done.append("run") or run(*given))
+    monkeypatch.setattr(measure, "PeakMemory", lambda device: PeakOf(done))
     first, second, third = measure.check_candidates(available, problem, CPU, 0).values()
-    assert [check.peak_bytes for check in (first, second, third)] == [0, 1, 2]  # before results are gathered
+    assert [check.peak_bytes for check in (first, second, third)] == [1, 3, 5]  # between run and gather
     assert first.shards is second.shards and len(second.shards) == 4
     assert torch.equal(third.shards[0], first.shards[0].flip(1))
 
@@ -393,6 +394,7 @@ def test_candidates_are_chosen_by_name() -> None:
     assert "Ulysses 2 x ring 2" in names
     assert all(command.parse_candidate_prefixes(["zigzag"], name, [2, 4]) == (name,) for name in names)
     assert command.parse_layouts("all") == ["contiguous", "zigzag", "striped"]
+    assert command.parse_layouts("zigzag, striped") == ["zigzag", "striped"]
     balanced = [candidates.balanced_layout(replace(PROBLEM, cu_seqlens=ends)) for ends in (None, DOCUMENTS)]
     assert balanced == ["zigzag", "per-document"]
     ends = (0, 50, 53, 64)
@@ -442,6 +444,8 @@ def test_a_shared_key_head_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         sent = candidates.ulysses_mesh(2, setting(problem)).sent_bytes
         by_ring.append((sent or 0) - candidates.exchanged_bytes(problem, 2))
     assert by_ring[0] == by_ring[1] > 0
+    # q, out, dout and dq of eight heads, k, v, dk and dv of two, in fp32; half of each goes to the other rank
+    assert candidates.exchanged_bytes(replace(problem, heads=8), 2) == 16 * problem.head_dim * 4 * (4 * 8 + 4 * 2) // 2
 
 
 def test_the_rings_of_all_layouts_keep_their_slots() -> None:

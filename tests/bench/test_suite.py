@@ -254,6 +254,7 @@ def test_parts_are_commands_that_leave_a_result(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     listed = suite_parts.list_parts(device)
     assert len({candidate.file for candidate in listed}) == len(listed)
+    assert ("nccl-4" in {candidate.name for candidate in listed}) == (gpus >= 4)
     places = {FILE: str(tmp_path / "a.json"), OUT: str(tmp_path), SECONDS: "10"}
     for candidate in listed:
         assert FILE in candidate.command and "tests" not in candidate.command_line

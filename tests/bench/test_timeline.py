@@ -82,6 +82,8 @@ def test_files_without_a_timeline_are_refused(change: dict[str, Any], message: s
     damaged = trace | {"traceEvents": [{}]}
     with pytest.raises(ValueError, match="this timeline is damaged: KeyError: 'ph'"):
         from_chrome(damaged)
+    with pytest.raises(ValueError, match="this timeline is damaged: TypeError"):
+        from_chrome(trace | {"traceEvents": None})
     trace["otherData"] |= change
     with pytest.raises(ValueError, match=message):
         from_chrome(trace)
