@@ -178,7 +178,7 @@ def test_pairs_and_cells_agree_with_the_mask(call: CallSummary) -> None:
     ("--full --block-mask longformer,window=8,global=2", "window (4, 4), 2 global tokens",
      Mask(window=(4, 4), global_tokens=((0, 2),))),
     ('--mask {"islands":[[4,20],[30,50]]}', "causal, 2 islands", Mask(causal=True, islands=((4, 20), (30, 50)))),
-    ('--mask {"lengths":[24,20,20],"parents":[-1,0,0]}', "causal, 2 intervals",
+    ('--mask {"parents":[-1,0,0],"lengths":[24,20,20]}', "causal, 2 intervals",
      Mask(causal=True, intervals=prefix_tree([24, 20, 20], [-1, 0, 0]).intervals)),
     ('--full --mask {"slices":[[[0,64],[0,64],"causal"]]}', "1 interval",
      Mask(intervals=slices([((0, 64), (0, 64), 1)], 64))),
