@@ -223,7 +223,7 @@ def test_a_killed_rank_is_reported_on_the_cpu() -> None:
     assert [number.value for number in numbers[:1]] == [0] and not any(number.fails for number in numbers)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.01])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_a_compiled_call_is_compared_with_eager(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_(function: Any, *, fullgraph: bool) -> Any:
         return lambda *leaves: function(*leaves) * factor
@@ -231,14 +231,4 @@ def test_a_compiled_call_is_compared_with_eager(factor: float, monkeypatch: pyte
     monkeypatch.setattr(torch, "compile", compile_)
     (number,) = gpu_cases.torch_compile_case(CPU)
     assert number.fails is (factor != 1.0)
-
-
-def test_elements_that_differ_from_eager_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(function: Callable[..., Tensor], **_: bool) -> Callable[..., Tensor]:
-        return lambda *tensors: function(*tensors) + added
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    for added in (0.0, 1.0):
-        (number,) = gpu_cases.torch_compile_case(CPU)
-        # at least every element of out; the gradients of its square differ, too
-        assert number.fails == bool(added) and (number.value >= 96 * 4 * 64) == bool(added)
+    assert factor == 1.0 or (number.value or 0) >= 96 * 4 * 64  # every element of out, and of gradients
