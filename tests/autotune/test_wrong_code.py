@@ -51,6 +51,7 @@ PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24"  # accumulator R24 
     ((f"{PRODUCT}, gsb0", "LDG.E.64 R6, desc[UR4][R60.64]", WAIT), "A is overwritten"),
     ((f"{PRODUCT}, gsb0", "IMAD.WIDE.U32 R2, R60, R61, RZ", "IMAD.WIDE.U32 R54, R60, R61, RZ", WAIT),
      "an accumulator is used by /*0002*/"),
+    ((f"{PRODUCT}, gsb0", "IMAD.WIDE.U32 R3, R60, R61, RZ", WAIT), "A is overwritten"),  # R4, the second of the pair
     ((f"{PRODUCT}, gsb0", "LDSM.16.M88.4 R20, [R60]", "LDSM.16.M88.2 R22, [R60]", "LDSM.16.M88 R23, [R60]", WAIT), ""),
     ((f"{PRODUCT}, gsb0", "SHFL.BFLY PT, R5, R60, 0x1, 0x1f", WAIT), "A is overwritten"),
     ((f"{PRODUCT}, gsb0", "STS.128 [R60], R20", WAIT), ""),

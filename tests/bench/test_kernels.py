@@ -314,6 +314,8 @@ HOPPER, MARGIN = "ringattn hopper", "ringattn persistent with margin"
     (0, {}, OURS, [None] * 3, ["not measured"] * 3),
     (5, {"forward with state:ringattn": 95, "forward:ringattn": 100, f"forward:{HOPPER}": 1}, OURS, [0.95, 0.95],
      ["reached", "missed"]),
+    (5, {"forward:ringattn": 200, f"forward:{HOPPER}": 100, f"forward with state:{HOPPER}": 95}, HOPPER, [0.95, 0.95],
+     ["reached", "missed"]),
     # A kernel that leaves multiprocessors free and is slow alone must not look lossless.
     (6, {"forward:ringattn": 80, "alone:ringattn": 100, f"forward:{MARGIN}": 88, f"alone:{MARGIN}": 89}, MARGIN,
      [0.88, 0.88], ["reached", "missed"]),

@@ -263,15 +263,19 @@ def test_names_that_cannot_be_registered(name: str) -> None:
 # Faults of a transport. Each is called in place of a method, with that method and the number of the call.
 
 
-def spoil(fits: Callable[..., bool]) -> Callable[..., Any]:
-    """Return a fault that changes the last value of the received tensors for which ``fits(number, index, tensor)``."""
+def spoil(fits: Callable[..., bool], factor: float = 1.0) -> Callable[..., Any]:
+    """Return a fault that changes the last value of the received tensors for which ``fits(number, index, tensor)``.
+
+    The value is multiplied by ``factor``, or grows by 1 if that is 1.
+    """
 
     def fault(post: Any, number: int, *, receives: Sequence[Message], **given: Any) -> Any:
         fence = post(receives=receives, **given)
         fence.wait()
         for index, (_, tensor) in enumerate(receives):
             if fits(number, index, tensor):
-                tensor.flatten()[-1:].add_(1)
+                last = tensor.flatten()[-1:]
+                last.add_(1) if factor == 1.0 else last.mul_(factor)
         return fence
 
     return fault
@@ -376,6 +380,7 @@ FAULTS: dict[str, list[tuple[str, Callable[..., Any], str]]] = {
             for dtype, dim in itertools.product((BFLOAT, HALF, SINGLE), range(4))
         ),
         ("post", spoil(lambda number, index, x: x.nbytes >= LARGE_BYTES), "(torch.float32, "),
+        ("post", spoil(lambda number, index, x: x.dtype == torch.float32, 1 + 2**-20), "(torch.float32, "),
     ],
     "slots_can_be_reused_around_the_ring": [
         ("post", spoil(lambda number, index, x: number == 40 and x.dtype == HALF), "hop 39"),

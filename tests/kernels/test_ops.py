@@ -118,6 +118,10 @@ def test_packed_arguments_keep_every_field() -> None:
     assert all(x is y for x, y in zip((made.lo, made.hi, made.seqused_k), rows, strict=True))
     assert (made.block_sparse.visible is index.visible, made.block, made.block_sparse.device) == (True, 16, cpu)
     assert (call["softmax_scale"], call["config"]) == (0.3, TILES)
+    for bounds in (Bounds(*rows[:2]), Bounds(None, None, rows[2]), Bounds(None, None, block_sparse=index)):
+        made = unpack_kernel_args(cpu, *pack_kernel_args(bounds))["bounds"]
+        assert (made.lo, made.hi, made.seqused_k) == (bounds.lo, bounds.hi, bounds.seqused_k)
+        assert (made.block_sparse is None) == (bounds.block_sparse is None)
 
 
 @pytest.mark.parametrize(("kind", "config"), [("full", None), ("causal", SINGLE_PASS)])
