@@ -124,6 +124,14 @@ def test_only_transfers_of_gloo_can_be_interrupted(monkeypatch: pytest.MonkeyPat
     assert process_group._interrupt(None) and not process_group._interrupt(Mock())
 
 
+def test_an_abort_while_a_post_waits_for_its_fences_moves_nothing() -> None:
+    aborted, held = threading.Event(), torch.zeros(2)
+    transport, fence = Mock(), Mock(wait=aborted.set)
+    transport._transfer_thread.aborted_event = aborted
+    ProcessGroupTransport._transfer(transport, [], [], [(held, torch.ones(2))], [fence])
+    assert aborted.is_set() and held.count_nonzero() == 0
+
+
 def test_work_that_ends_after_an_abort_does_not_undo_it() -> None:
     interrupted, over = threading.Event(), threading.Event()
 

@@ -50,7 +50,7 @@ def padding_free(documents: list[int] = DOCUMENTS) -> Batch:
         "cu_seq_lens_q": boundaries,
         "cu_seq_lens_k": boundaries,
         "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
+        "max_length_k": max(lengths) + 1,  # more than needed is allowed
         "seq_idx": torch.repeat_interleave(torch.arange(len(lengths)).roll(1), torch.tensor(lengths))[None].int(),
     }
 
