@@ -721,7 +721,8 @@ def test_areas_of_the_baseline_ring(layout: str, causal: bool) -> None:
         ops, costs = baseline_program(call, rank, "backward")
         merges = [cost for op, cost in zip(ops, costs, strict=True) if (op.what, op.hop) == ("merge", step)]
         assert merges[:2] == [10 * area.rows * row, 10 * area.keys * 64]
-        assert {op.sends[0][1] for op in ops if op.what == DKV} == {16 * 64 * 4}  # fp32
+        sent = [{op.sends[0][1] for op in ops if op.what == what} for what in (KV, DKV)]
+        assert sent == [{16 * 64 * 2}, {16 * 64 * 4}]  # bfloat16 and fp32
 
 
 def test_waits_of_the_baseline_ring_by_hand() -> None:
