@@ -97,6 +97,11 @@ its slowest rank; over all hops the slowest rank has 1.00 times the mean
     )
 
 
+def test_traffic_is_relative_to_a_full_mask() -> None:
+    # Causal contiguous shards go to later ranks only: 3 + 2 + 1 of 4 * 3 transfers.
+    assert run("--seqlen 64 --layout contiguous").count("(50.0%)") == 2  # of the forward and the backward
+
+
 def test_runs_of_tokens(target: Path) -> None:
     """The second run of a causal zigzag shard stops at rank 0 on its way down."""
     layout, mask = Layout.zigzag(4096, 4), Mask(causal=True)
