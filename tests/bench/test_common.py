@@ -193,6 +193,8 @@ def test_provenance_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_provenance_changes_with_sources_and_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(origin, "ROOT", tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(stdout="of a checkout around it"))
+    assert origin.git() == {"commit": None, "modified": None}
     digests = [origin.source_digest()]
     for folder in (".", "kernels", "comm", "autotune", "ring", "reference", "conformance", "bench", ".git"):
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -200,10 +202,6 @@ def test_provenance_changes_with_sources_and_checkout(tmp_path: Path, monkeypatc
         digests.append(origin.source_digest())
     (tmp_path / "ring" / "code.py").write_text("pass")
     assert digests[-1] == digests[-2] and len({*digests, origin.source_digest()}) == 10
-    (tmp_path / ".git").rename(tmp_path / "other")
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(stdout="of a checkout around it"))
-    assert origin.git() == {"commit": None, "modified": None}
-    (tmp_path / "other").rename(tmp_path / ".git")
     for status in ("", " M code.py"):
         answers = {"rev-parse": "abc\n", "status": status}
         monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(stdout=answers[words[3]]))  # noqa: B023

@@ -20,7 +20,7 @@ from ringattn.bench.common import memory_table
 from ringattn.bench.common.attention import AttentionConfig, sdpa_attention
 from ringattn.bench.common.cases import UnavailableError
 from ringattn.bench.common.launching import run_process_group
-from ringattn.bench.common.memory import PROCESS_BYTES
+from ringattn.bench.common.memory import PROCESS_BYTES, PeakMemory
 from ringattn.bench.common.memory_table import ALL_CORES, ALL_GATHER, BASELINE, LUCIDRAINS, ONE_DEVICE, OURS, ULYSSES
 from ringattn.bench.common.ranks import LaunchedRank
 from ringattn.bench.common.result import Result, Row
@@ -275,22 +275,12 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     gather, run = measure.gather_results, Candidate.run
     monkeypatch.setattr(measure, "gather_results", lambda *given: done.append("gather") or gather(*given))
     monkeypatch.setattr(Candidate, "run", lambda *given: done.append("run") or run(*given))
-    monkeypatch.setattr(measure, "PeakMemory", lambda device: PeakOf(done))
+    monkeypatch.setattr(PeakMemory, "bytes", property(lambda peak: len(done)))
+    monkeypatch.setattr(measure, "PeakMemory", PeakMemory)
     first, second, third = measure.check_candidates(available, problem, CPU, 0).values()
     assert [check.peak_bytes for check in (first, second, third)] == [1, 3, 5]  # between run and gather
     assert first.shards is second.shards and len(second.shards) == 4
     assert torch.equal(third.shards[0], first.shards[0].flip(1))
-
-
-class PeakOf:
-    """Stands for a peak of memory: the length of a list."""
-
-    def __init__(self, held: list[Any]) -> None:
-        self.held = held
-
-    @property
-    def bytes(self) -> int:
-        return len(self.held)
 
 
 def setting(problem: AttentionConfig, device: str = "cpu", shared: bool = False) -> CandidateSetting:
@@ -319,7 +309,7 @@ def test_the_baseline_ring_merges_in_fp32(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(baselines, "RingTransfer", lambda current, waits: SimpleNamespace(wait=lambda: current))
     monkeypatch.setattr(baselines, "_merge", lambda *parts: merged.append([x.dtype for x in parts]))
     q, k, v = torch.randn(3, 1, 8, 2, 16, dtype=torch.bfloat16)
-    out = baselines._BaselineRing.apply(q, k, v, False, None)  # type: ignore[no-untyped-call]
+    out = baselines.baseline_ring_attention(q, k, v, causal=False)
     assert merged == [[torch.float32, torch.float32, torch.bfloat16, torch.float32]] and out.dtype == torch.bfloat16
 
 
